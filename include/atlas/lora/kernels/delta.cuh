@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// The routed delta's launchers: y[row] += scale * (x[row] @ A_s^T) @ B_s^T for the rows of a plan, whole
+// (`launch_delta`) and split (`launch_shrink`, `launch_expand`), and one pair for all rows. In a forward pass
+// a delta goes right after its base projection, before anything reads that output.
+//
+// Every launcher only enqueues: no allocation, no synchronisation, nothing read back. All are safe in graph
+// capture, and a captured launch is right for every later content of row slots, plan and tables. Errors:
+// `cudaErrorInvalidValue` for bad parameters or an operation that was not prepared, before anything is
+// enqueued; else what the launch returned.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/kernels/delta_kernels.cuh"
+#include "atlas/lora/kernels/delta_params.hpp"
+#include "atlas/lora/kernels/launch.cuh"
+#include "atlas/lora/kernels/machine.hpp"
+#include "atlas/lora/kernels/tuning.hpp"
+#include "atlas/lora/kernels/work.hpp"
+#include "atlas/lora/pool/pair.hpp"
+
+namespace atlas::lora::inline v0 {
+
+namespace detail {
+
+template <std::size_t Index>
+using BuiltTuning = Constant<DeltaTuning, delta_tunings[Index]>;
+/// The tuning of kernels whose blocks do not form clusters.
+using LoneTuning = Constant<DeltaTuning, DeltaTuning{256, 1, 2}>;
+
+template <class T>
+bool aligned(T const* pointer, std::int64_t stride) noexcept {
+  auto const address = reinterpret_cast<std::uintptr_t>(pointer);
+  return address % 16 == 0 && stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
+}
+
+/// Whether a table's fields are such that kernels can read through it.
+template <Element T>
+bool usable(RouteTable<T> const& table) noexcept {
+  bool const cells =
+      reinterpret_cast<std::uintptr_t>(table.cells) % 16 == 0 && table.cell_stride_bytes % 16 == 0;
+  return cells && table.cell_stride_bytes >= static_cast<std::int64_t>(sizeof(RouteCell<T>)) &&
+         table.max_slots >= 0 && table.max_rank >= 0 && table.k_in >= 1 && table.n_out >= 1;
+}
+
+/// Whether a plan can be read for `rows` rows.
+inline bool usable(RowPlan const& plan, std::int32_t rows) noexcept {
+  return plan.header != nullptr && plan.groups != nullptr && plan.rows != nullptr &&
+         rows <= plan.capacity_rows;
+}
+
+/// Checks the projections and fills what is derived from them.
+template <Element T, Element Y>
+bool complete(Operands<T, Y>& p, bool reads_x, bool writes_y) noexcept {
+  if (p.num_projections < 1 || p.num_projections > max_projections || p.rows < 0) return false;
+  p.k_in = p.projections[0].table.k_in;
+  p.wide = !reads_x || (aligned(p.x, p.x_row_stride) && p.k_in % pack_elements == 0);
+  if (reads_x && (p.x == nullptr || p.x_row_stride < p.k_in)) return false;
+  std::int32_t width = 0;
+  for (std::int32_t i = 0; i < p.num_projections; ++i) {
+    DeltaProjection<T, Y> const& projection = p.projections[i];
+    if (!usable(projection.table) || projection.table.k_in != p.k_in) return false;
+    if (writes_y) {
+      if (projection.y == nullptr || projection.y_row_stride < projection.table.n_out) return false;
+      p.wide = p.wide && aligned(projection.y, projection.y_row_stride);
+    }
+    width += static_cast<std::int32_t>(round_up(projection.table.max_rank, block_elements));
+    p.segment_rank_tiles += rank_tiles(projection.table.max_rank);
+  }
+  p.xa_shared_stride = xa_stride_for(width, sizeof(T));
+  return true;
+}
+
+template <Element T, Element Y>
+bool complete(Operands<T, Y>& p, DeltaParams<T, Y> const& params) noexcept {
+  p.x = params.x;
+  p.x_row_stride = params.x_row_stride;
+  p.rows = params.rows;
+  p.plan = params.plan;
+  p.num_projections = params.num_projections;
+  p.inputs_settled = params.inputs_settled;
+  std::copy(params.projections, params.projections + max_projections, p.projections);
+  return complete(p, true, true) && usable(p.plan, p.rows);
+}
+
+/// Whether no cell of the launch can adapt anything.
+template <Element T, Element Y>
+bool idle(Operands<T, Y> const& p) noexcept {
+  return p.rows == 0 || p.segment_rank_tiles == 0;
+}
+
+/// The launch of a kernel whose teams are clusters.
+inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t tiles, std::size_t shared,
+                              Machine const& machine) noexcept {
+  std::int32_t const resident = machine.multiprocessors * tuning.blocks_per_multiprocessor / tuning.cluster;
+  std::int32_t const teams = std::max(1, std::min(tiles, resident));
+  return {teams * tuning.cluster, tuning.threads, tuning.cluster, shared};
+}
+
+template <class Tuning, Element T, Element Y, class Source>
+cudaError_t launch_whole(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
+                         Machine const& machine, cudaStream_t stream) noexcept {
+  std::size_t const shared = chunk_bytes + segment_bytes + xa_bytes(p.xa_shared_stride, sizeof(T));
+  if (shared > machine.shared_bytes_per_block || Tuning::value.cluster > machine.max_cluster) {
+    return cudaErrorInvalidValue;
+  }
+  return launch(delta_kernel<T, Y, Source, Tuning>, team_shape(Tuning::value, tiles, shared, machine),
+                machine, stream, p, source);
+}
+
+template <class Tuning, Element T, class Source>
+cudaError_t launch_sums(Operands<T, T> const& p, Source const& source, std::int32_t tiles,
+                        Machine const& machine, cudaStream_t stream) noexcept {
+  std::size_t const shared = chunk_bytes + segment_bytes;
+  if (shared > machine.shared_bytes_per_block || Tuning::value.cluster > machine.max_cluster) {
+    return cudaErrorInvalidValue;
+  }
+  return launch(shrink_kernel<T, T, Source, Tuning>, team_shape(Tuning::value, tiles, shared, machine),
+                machine, stream, p, source);
+}
+
+/// The launch of a kernel whose row tiles are shared by `parts` independent blocks.
+inline LaunchShape part_shape(std::int32_t tiles, std::int32_t parts, std::size_t shared,
+                              Machine const& machine) noexcept {
+  DeltaTuning const& tuning = LoneTuning::value;
+  std::int64_t const items = static_cast<std::int64_t>(tiles) * parts;
+  std::int64_t const resident =
+      static_cast<std::int64_t>(machine.multiprocessors) * tuning.blocks_per_multiprocessor;
+  return {static_cast<std::int32_t>(std::max<std::int64_t>(1, std::min(items, resident))), tuning.threads, 1,
+          shared};
+}
+
+template <bool FromSegments, Element T, Element Y, class Source>
+cudaError_t launch_second(Operands<T, Y> p, Source const& source, std::int32_t tiles, Machine const& machine,
+                          cudaStream_t stream) noexcept {
+  std::size_t const shared = xa_bytes(p.xa_shared_stride, sizeof(T));
+  if (shared > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
+  p.parts = expand_parts(tiles, total_output_tiles(p), machine.multiprocessors);
+  return launch(expand_kernel<FromSegments, T, Y, Source, LoneTuning>,
+                part_shape(tiles, p.parts, shared, machine), machine, stream, p, source);
+}
+
+template <Element T, Element Y, class Source>
+cudaError_t launch_in_two(Operands<T, Y> p, Source const& source, std::int32_t tiles, Machine const& machine,
+                          cudaStream_t stream) noexcept {
+  p.parts = Contraction(p.k_in).segments();
+  cudaError_t const error =
+      launch(segment_kernel<T, Y, Source, LoneTuning>, part_shape(tiles, p.parts, chunk_bytes, machine),
+             machine, stream, p, source);
+  if (error != cudaSuccess) return error;
+  // The scratch was written by the launch before: whatever the engine promised, it is not settled, but plan
+  // and tables are what they were.
+  return launch_second<true>(p, source, tiles, machine, stream);
+}
+
+}  // namespace detail
+
+/// The operation of `launch_delta` with a plan: whole, in either form.
+template <Element T, Element Y = T>
+struct Delta {
+  template <class Visit>
+  static void for_each_kernel(Visit const& visit) {
+    using Source = detail::PlanSource;
+    visit_whole<0>(visit);
+    visit_whole<1>(visit);
+    visit_whole<2>(visit);
+    visit(reinterpret_cast<void const*>(&detail::segment_kernel<T, Y, Source, detail::LoneTuning>), 1);
+    visit(reinterpret_cast<void const*>(&detail::expand_kernel<true, T, Y, Source, detail::LoneTuning>), 1);
+  }
+
+ private:
+  template <std::size_t Index, class Visit>
+  static void visit_whole(Visit const& visit) {
+    using Tuning = detail::BuiltTuning<Index>;
+    visit(reinterpret_cast<void const*>(&detail::delta_kernel<T, Y, detail::PlanSource, Tuning>),
+          Tuning::value.cluster);
+  }
+};
+
+/// Bytes of `DeltaParams::scratch` that `launch_delta_in_two_launches` needs, whatever the plan holds.
+template <Element T, Element Y>
+[[nodiscard]] constexpr std::size_t two_launch_scratch_bytes(DeltaParams<T, Y> const& params) noexcept {
+  std::size_t ranks = 0;
+  for (std::int32_t i = 0; i < params.num_projections && i < max_projections; ++i) {
+    ranks += static_cast<std::size_t>(rank_tiles(params.projections[i].table.max_rank));
+  }
+  auto const tiles = static_cast<std::size_t>(max_row_tiles(params.rows, params.plan.max_groups));
+  return tiles * max_segments * ranks * detail::warp_threads * sizeof(float4);
+}
+
+/// Bytes of `DeltaParams::scratch` that `launch_delta` needs on `machine`: none where the delta is one
+/// launch.
+template <Element T, Element Y>
+[[nodiscard]] constexpr std::size_t delta_scratch_bytes(DeltaParams<T, Y> const& params,
+                                                        Machine const& machine) noexcept {
+  return delta_form(machine.compute) == DeltaForm::one_launch ? 0 : two_launch_scratch_bytes(params);
+}
+
+/// The delta in two launches, segment sums crossing by `params.scratch`: the form of architectures without
+/// clusters, right everywhere. Same bits as every other form.
+template <Element T, Element Y>
+[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_delta_in_two_launches(DeltaParams<T, Y> const& params,
+                                                                    Machine const& machine,
+                                                                    cudaStream_t stream) noexcept {
+  detail::Operands<T, Y> p;
+  if (!machine.prepared(operation_id<Delta<T, Y>>()) || !detail::complete(p, params))
+    return cudaErrorInvalidValue;
+  if (detail::idle(p)) return cudaSuccess;
+  bool const scratch = params.scratch != nullptr &&
+                       params.scratch_bytes >= two_launch_scratch_bytes(params) &&
+                       reinterpret_cast<std::uintptr_t>(params.scratch) % 16 == 0;
+  if (!scratch) return cudaErrorInvalidValue;
+  p.segments = static_cast<float4*>(params.scratch);
+  return detail::launch_in_two(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups), machine,
+                               stream);
+}
+
+/// The delta in one launch of a tuning of the caller's, a type such as `Constant<DeltaTuning,
+/// DeltaTuning{256, 4}>`; its kernel must have been prepared as `TunedDelta<Tuning, T, Y>`. Same bits as
+/// every other form.
+template <class Tuning, Element T, Element Y>
+[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_delta_tuned(DeltaParams<T, Y> const& params,
+                                                          Machine const& machine,
+                                                          cudaStream_t stream) noexcept;
+
+/// The operation of `launch_delta_tuned`.
+template <class Tuning, Element T, Element Y = T>
+struct TunedDelta {
+  template <class Visit>
+  static void for_each_kernel(Visit const& visit) {
+    visit(reinterpret_cast<void const*>(&detail::delta_kernel<T, Y, detail::PlanSource, Tuning>),
+          Tuning::value.cluster);
+  }
+};
+
+template <class Tuning, Element T, Element Y>
+cudaError_t launch_delta_tuned(DeltaParams<T, Y> const& params, Machine const& machine,
+                               cudaStream_t stream) noexcept {
+  static_assert(valid(Tuning::value), "threads, cluster or blocks_per_multiprocessor cannot be built");
+  detail::Operands<T, Y> p;
+  bool const prepared = machine.prepared(operation_id<TunedDelta<Tuning, T, Y>>());
+  if (!prepared || !has_clusters(machine.compute) || !detail::complete(p, params))
+    return cudaErrorInvalidValue;
+  if (detail::idle(p)) return cudaSuccess;
+  return detail::launch_whole<Tuning>(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups),
+                                      machine, stream);
+}
+
+/// The routed delta of up to `max_projections` projections of one x. The form and its shape come from
+/// `machine` and from capacities. Where `delta_scratch_bytes` is not 0, `params.scratch` must hold that much.
+template <Element T, Element Y>
+[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_delta(DeltaParams<T, Y> const& params, Machine const& machine,
+                                                    cudaStream_t stream) noexcept {
+  if (delta_form(machine.compute) == DeltaForm::two_launches) {
+    return launch_delta_in_two_launches(params, machine, stream);
+  }
+  detail::Operands<T, Y> p;
+  if (!machine.prepared(operation_id<Delta<T, Y>>()) || !detail::complete(p, params))
+    return cudaErrorInvalidValue;
+  if (detail::idle(p)) return cudaSuccess;
+  std::int32_t const tiles = max_row_tiles(p.rows, p.plan.max_groups);
+  detail::PlanSource const source;
+  switch (delta_tuning(machine.max_cluster, p.rows)) {
+    case 0: return detail::launch_whole<detail::BuiltTuning<0>>(p, source, tiles, machine, stream);
+    case 1: return detail::launch_whole<detail::BuiltTuning<1>>(p, source, tiles, machine, stream);
+    default: return detail::launch_whole<detail::BuiltTuning<2>>(p, source, tiles, machine, stream);
+  }
+}
+
+/// The operation of `launch_shrink` and `launch_expand`.
+template <Element T, Element Y = T>
+struct SplitDelta {
+  template <class Visit>
+  static void for_each_kernel(Visit const& visit) {
+    using Source = detail::PlanSource;
+    using Tuning = detail::BuiltTuning<1>;
+    visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, Tuning>), Tuning::value.cluster);
+    visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, detail::LoneTuning>), 1);
+    visit(reinterpret_cast<void const*>(&detail::expand_kernel<false, T, Y, Source, detail::LoneTuning>), 1);
+  }
+};
+
+/// The first half: complete sums, rounded to T, into `params.xa`. Only elements below a row's true ranks are
+/// written.
+template <Element T, Element Y = T>
+[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_shrink(ShrinkParams<T> const& params, Machine const& machine,
+                                                     cudaStream_t stream) noexcept {
+  detail::Operands<T, T> p;
+  p.x = params.x;
+  p.x_row_stride = params.x_row_stride;
+  p.rows = params.rows;
+  p.plan = params.plan;
+  p.num_projections = params.num_projections;
+  p.inputs_settled = params.inputs_settled;
+  p.xa = params.xa;
+  p.xa_row_stride = params.xa_row_stride;
+  for (int i = 0; i < max_projections; ++i) p.projections[i].table = params.tables[i];
+  bool const good = machine.prepared(operation_id<SplitDelta<T, Y>>()) && detail::complete(p, true, false) &&
+                    detail::usable(p.plan, p.rows) && p.xa != nullptr &&
+                    p.xa_row_stride >= xa_width(params.tables, p.num_projections);
+  if (!good) return cudaErrorInvalidValue;
+  if (detail::idle(p)) return cudaSuccess;
+  std::int32_t const tiles = max_row_tiles(p.rows, p.plan.max_groups);
+  if (machine.max_cluster >= detail::BuiltTuning<1>::value.cluster) {
+    return detail::launch_sums<detail::BuiltTuning<1>>(p, detail::PlanSource{}, tiles, machine, stream);
+  }
+  return detail::launch_sums<detail::LoneTuning>(p, detail::PlanSource{}, tiles, machine, stream);
+}
+
+/// The second half: expands what is in `params.xa` and folds it into every y. Together with `launch_shrink`
+/// it gives the bits of `launch_delta`; a collective on xa between the two changes them.
+template <Element T, Element Y>
+[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_expand(ExpandParams<T, Y> const& params, Machine const& machine,
+                                                     cudaStream_t stream) noexcept {
+  detail::Operands<T, Y> p;
+  p.rows = params.rows;
+  p.plan = params.plan;
+  p.num_projections = params.num_projections;
+  p.inputs_settled = params.inputs_settled;
+  p.xa = const_cast<T*>(params.xa);  // one operand struct serves both halves; this one only reads it
+  p.xa_row_stride = params.xa_row_stride;
+  std::copy(params.projections, params.projections + max_projections, p.projections);
+  bool good = machine.prepared(operation_id<SplitDelta<T, Y>>()) && detail::complete(p, false, true) &&
+              detail::usable(p.plan, p.rows) && p.xa != nullptr;
+  std::int64_t width = 0;
+  for (int i = 0; good && i < p.num_projections; ++i)
+    width += xa_projection_width(p.projections[i].table.max_rank);
+  good = good && p.xa_row_stride >= width;
+  if (!good) return cudaErrorInvalidValue;
+  if (detail::idle(p)) return cudaSuccess;
+  return detail::launch_second<false>(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups),
+                                      machine, stream);
+}
+
+}  // namespace atlas::lora::inline v0

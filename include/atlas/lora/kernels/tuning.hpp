@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// How a launch is shaped, as data: a constexpr choice by compute capability, element size and rows. It
+// decides speed and never bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "atlas/lora/config.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// A value carried by a type: kernels take policy types.
+template <class Value, Value V>
+struct Constant {
+  static constexpr Value value = V;
+};
+
+/// The form of a delta: one launch whose blocks exchange within a cluster, or two launches with a scratch
+/// between.
+enum class DeltaForm : std::uint8_t { one_launch, two_launches };
+
+/// The shape of a delta's launch.
+struct DeltaTuning {
+  std::int32_t threads = 256;                  ///< of a block; a multiple of 32
+  std::int32_t cluster = 8;                    ///< blocks that share a row tile: 1, 2, 4, 8 or 16
+  std::int32_t blocks_per_multiprocessor = 2;  ///< that registers must allow
+
+  friend constexpr bool operator==(DeltaTuning const&, DeltaTuning const&) = default;
+};
+
+/// Whether a kernel can be built from `t`.
+[[nodiscard]] constexpr bool valid(DeltaTuning const& t) noexcept {
+  bool const threads = t.threads >= 64 && t.threads <= 1024 && t.threads % 32 == 0;
+  bool const cluster =
+      t.cluster == 1 || t.cluster == 2 || t.cluster == 4 || t.cluster == 8 || t.cluster == 16;
+  return threads && cluster && t.blocks_per_multiprocessor >= 1 &&
+         t.blocks_per_multiprocessor * t.threads <= 2048;
+}
+
+/// The tunings that the library compiles; `delta_tuning` picks among them.
+inline constexpr DeltaTuning delta_tunings[] = {{256, 16, 2}, {256, 8, 2}, {256, 2, 2}};
+
+/// Whether `compute` (10 * major + minor) has clusters and programmatic dependent launch.
+[[nodiscard]] constexpr bool has_clusters(std::int32_t compute) noexcept { return compute >= 90; }
+
+/// Blocks of the largest cluster of a compute capability: 16 (beyond the portable 8, opted into) where the
+/// data-centre parts allow it, 8 on sm_12x, none before sm_90.
+[[nodiscard]] constexpr std::int32_t largest_cluster(std::int32_t compute) noexcept {
+  if (!has_clusters(compute)) return 1;
+  return compute >= 120 ? 8 : 16;
+}
+
+/// The form for a compute capability.
+[[nodiscard]] constexpr DeltaForm delta_form(std::int32_t compute) noexcept {
+  return has_clusters(compute) ? DeltaForm::one_launch : DeltaForm::two_launches;
+}
+
+/// The index into `delta_tunings` for `rows` rows on a machine whose largest cluster is `max_cluster`.
+[[nodiscard]] constexpr std::size_t delta_tuning(std::int32_t max_cluster, std::int32_t rows) noexcept {
+  if (rows <= 2 && max_cluster >= 16) return 0;
+  if (rows <= 128 && max_cluster >= 8) return 1;
+  return 2;
+}
+
+}  // namespace atlas::lora::inline v0

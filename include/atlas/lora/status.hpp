@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// What can go wrong, and how it is said. Nothing in the library throws.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include <cuda/std/expected>
+
+#include "atlas/lora/config.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// What kind of thing went wrong. `Error::message` says which file, tensor, field or slot.
+enum class Errc : std::uint8_t {
+  ok = 0,
+  invalid_argument,  ///< a caller's value that no state of the library could accept
+  not_found,         ///< a file, name, layer or module that is not there
+  io,                ///< the operating system refused a read
+  bad_file,          ///< a file that breaks its format (truncated, malformed header, bad JSON)
+  bad_config,      ///< an adapter_config.json or config.json field that is absent, ill-typed or out of range
+  unsupported,     ///< well-formed, and refused by name: DoRA, aLoRA, an unknown tensor, ...
+  shape_mismatch,  ///< a tensor whose shape does not fit the model or its partner
+  unmatched,       ///< a key without a module, a target without a tensor, an A without a B
+  out_of_range,    ///< a number that does not fit: NaN or infinity, overflow on conversion, an id beyond its
+                   ///< count
+  rank_exceeds_pool,   ///< an adapter's rank is larger than the pool's max_rank
+  pool_full,           ///< retryable: every slot that could be taken is leased
+  spare_busy,          ///< retryable: no spare physical slot is free until earlier work is done
+  expert_memory_busy,  ///< retryable: expert memory is held by leased slots
+  slot_busy,           ///< retryable: the slot has leases
+  stale,               ///< a key {slot, tenancy} whose tenant has gone
+  out_of_memory,       ///< host or device memory could not be had, or can never suffice
+  device,              ///< a device call failed; the message carries its name and code
+  capturing,           ///< not allowed while the stream is being captured
+};
+
+/// The code's own spelling, for logs: `"bad_config"`. Never null.
+[[nodiscard]] constexpr char const* to_string(Errc code) noexcept {
+  switch (code) {
+    case Errc::ok: return "ok";
+    case Errc::invalid_argument: return "invalid_argument";
+    case Errc::not_found: return "not_found";
+    case Errc::io: return "io";
+    case Errc::bad_file: return "bad_file";
+    case Errc::bad_config: return "bad_config";
+    case Errc::unsupported: return "unsupported";
+    case Errc::shape_mismatch: return "shape_mismatch";
+    case Errc::unmatched: return "unmatched";
+    case Errc::out_of_range: return "out_of_range";
+    case Errc::rank_exceeds_pool: return "rank_exceeds_pool";
+    case Errc::pool_full: return "pool_full";
+    case Errc::spare_busy: return "spare_busy";
+    case Errc::expert_memory_busy: return "expert_memory_busy";
+    case Errc::slot_busy: return "slot_busy";
+    case Errc::stale: return "stale";
+    case Errc::out_of_memory: return "out_of_memory";
+    case Errc::device: return "device";
+    case Errc::capturing: return "capturing";
+  }
+  return "unknown";
+}
+
+/// Whether the same call may succeed later without any change by the caller.
+[[nodiscard]] constexpr bool retryable(Errc code) noexcept {
+  return code == Errc::pool_full || code == Errc::spare_busy || code == Errc::expert_memory_busy ||
+         code == Errc::slot_busy;
+}
+
+/// An error with its words. `message` names the file, tensor, field or slot at fault; several faults of
+/// one adapter are joined, one a line.
+struct Error {
+  Errc code = Errc::ok;
+  std::string message;
+
+  // The special members are defaulted outside the class, so that nvcc takes them for host functions and not
+  // for host and device ones, which may not call std::string's.
+  Error() noexcept;
+  Error(Errc the_code, std::string the_message) noexcept : code(the_code), message(std::move(the_message)) {}
+  Error(Error const&);
+  Error(Error&&) noexcept;
+  Error& operator=(Error const&);
+  Error& operator=(Error&&) noexcept;
+  ~Error();
+
+  friend bool operator==(Error const&, Error const&) = default;
+};
+
+inline Error::Error() noexcept = default;
+inline Error::Error(Error const&) = default;
+inline Error::Error(Error&&) noexcept = default;
+inline Error& Error::operator=(Error const&) = default;
+inline Error& Error::operator=(Error&&) noexcept = default;
+inline Error::~Error() = default;
+
+/// The outcome of a fallible host function: its value, or what went wrong.
+template <class T>
+using Result = cuda::std::expected<T, Error>;
+
+/// Makes the failing outcome of any `Result<T>`.
+[[nodiscard]] inline cuda::std::unexpected<Error> fail(Errc code, std::string message) {
+  return cuda::std::unexpected<Error>(Error{code, std::move(message)});
+}
+
+}  // namespace atlas::lora::inline v0
