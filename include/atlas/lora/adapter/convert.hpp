@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// Narrowing an adapter's tensors to the element type of a pool, with every loss counted.
+#pragma once
+
+#include <cmath>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <span>
+#include <string>
+
+#include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/status.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// What a conversion does with values that the target cannot hold. By default they are errors.
+struct ConversionPolicy {
+  bool saturate_overflow =
+      false;                     ///< a finite value too large becomes the largest finite one, never infinity
+  bool keep_non_finite = false;  ///< NaN and infinity in the source stay what they are
+};
+
+/// How many elements a conversion changed beyond rounding, or found to be no numbers.
+struct ConversionCounts {
+  std::int64_t overflow = 0;   ///< finite, and rounding to infinity in the target
+  std::int64_t underflow = 0;  ///< not zero, and rounding to zero in the target
+  std::int64_t nan = 0;
+  std::int64_t infinity = 0;
+
+  friend constexpr bool operator==(ConversionCounts const&, ConversionCounts const&) = default;
+};
+
+/// The largest finite value of `T`.
+template <Element T>
+inline constexpr float largest_finite = std::same_as<T, float>    ? std::numeric_limits<float>::max()
+                                        : std::same_as<T, __half> ? 65504.0F
+                                                                  : 3.38953139e38F;  // 255 * 2^120
+
+namespace detail {
+
+/// Element `index` of a tensor in f32, which holds every value of every element type.
+[[nodiscard]] inline float element_at(HostTensor const& tensor, std::size_t index) noexcept {
+  if (tensor.type == ElementType::f32) {
+    float value = 0.0F;
+    std::memcpy(&value, tensor.bytes.data() + 4 * index, 4);
+    return value;
+  }
+  std::uint16_t bits = 0;
+  std::memcpy(&bits, tensor.bytes.data() + 2 * index, 2);
+  return cuda::std::bit_cast<float>(tensor.type == ElementType::f16 ? f32_bits_of_f16(bits)
+                                                                    : f32_bits_of_bf16(bits));
+}
+
+/// Rounds one value and counts what happens to it.
+template <Element T>
+[[nodiscard]] T narrow(float value, ConversionCounts& counts) noexcept {
+  T const rounded = from_f32<T>(value);
+  if (std::isnan(value)) {
+    ++counts.nan;
+  } else if (std::isinf(value)) {
+    ++counts.infinity;
+  } else if (std::isinf(to_f32(rounded))) {
+    ++counts.overflow;
+    return from_f32<T>(std::copysign(largest_finite<T>, value));
+  } else if (value != 0.0F && to_f32(rounded) == 0.0F) {
+    ++counts.underflow;
+  }
+  return rounded;
+}
+
+/// The words of a refused conversion: what came first, and how much there is of it.
+[[nodiscard]] inline std::string refusal(HostTensor const& source, ElementType target, std::size_t first,
+                                         ConversionCounts const& counts) {
+  char value[32];
+  std::snprintf(value, sizeof value, "%.9g", static_cast<double>(element_at(source, first)));
+  return "tensor '" + source.name + "': element " + std::to_string(first) + " is " + value + ", which " +
+         to_string(target) + " cannot hold (" + std::to_string(counts.overflow) + " beyond its range, " +
+         std::to_string(counts.nan) + " NaN, " + std::to_string(counts.infinity) + " infinite)";
+}
+
+}  // namespace detail
+
+/// Writes the elements of `source` to `out` as `T`, to nearest, ties to even, in the same order; `out` has
+/// exactly as many. Widening is exact. Errors: `invalid_argument` when the sizes differ; `out_of_range` for a
+/// finite value beyond T's range, NaN or infinity that `policy` does not allow, naming the tensor, the first
+/// such element and its value; `out` then holds nothing of use.
+template <Element T>
+[[nodiscard]] Result<ConversionCounts> convert(HostTensor const& source, std::span<T> out,
+                                               ConversionPolicy policy = {}) {
+  std::size_t const count = source.bytes.size() / element_bytes(source.type);
+  if (out.size() != count || source.bytes.size() % element_bytes(source.type) != 0) {
+    return fail(Errc::invalid_argument, "tensor '" + source.name +
+                                            "': " + std::to_string(source.bytes.size()) +
+                                            " bytes do not fill " + std::to_string(out.size()) + " elements");
+  }
+  ConversionCounts counts;
+  std::size_t first = count;
+  for (std::size_t i = 0; i < count; ++i) {
+    out[i] = detail::narrow<T>(detail::element_at(source, i), counts);
+    bool const refused = (!policy.saturate_overflow && counts.overflow > 0) ||
+                         (!policy.keep_non_finite && counts.nan + counts.infinity > 0);
+    if (refused && first == count) first = i;
+  }
+  if (first != count)
+    return fail(Errc::out_of_range, detail::refusal(source, element_type<T>, first, counts));
+  return counts;
+}
+
+}  // namespace atlas::lora::inline v0

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// A PEFT adapter from its directory: read, audited against a model, and digested.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/adapter/audit.hpp"
+#include "atlas/lora/adapter/convert.hpp"
+#include "atlas/lora/adapter/coverage.hpp"
+#include "atlas/lora/adapter/digest.hpp"
+#include "atlas/lora/adapter/faults.hpp"
+#include "atlas/lora/adapter/file.hpp"
+#include "atlas/lora/adapter/load_options.hpp"
+#include "atlas/lora/adapter/peft_config.hpp"
+#include "atlas/lora/adapter/safetensors.hpp"
+#include "atlas/lora/adapter/tensor_name.hpp"
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/status.hpp"
+
+namespace atlas::lora::inline v0 {
+
+namespace detail {
+
+/// One load, from a directory to an adapter or to all that is wrong with it.
+class AdapterLoader {
+ public:
+  AdapterLoader(std::string const& directory, ModelShape const& shape, LoadOptions const& options)
+      : shape_(shape),
+        options_(options),
+        config_path_(in(directory, "adapter_config.json")),
+        tensors_path_(in(directory, "adapter_model.safetensors")),
+        pickle_path_(in(directory, "adapter_model.bin")) {}
+
+  [[nodiscard]] Result<Adapter> run() {
+    bool const configured = read_config();
+    auto const file = SafetensorsFile::open(tensors_path_);
+    if (!file) {
+      bool const pickle = file.error().code == Errc::not_found && exists(pickle_path_);
+      faults_.add(pickle ? Error{Errc::unsupported, pickle_path_ + ": a pickle runs code when it is read; "
+                                                                   "adapter_model.safetensors is needed"}
+                         : file.error());
+      return faults_.failure();
+    }
+    AuditedParts parts =
+        Audit(tensors_path_, shape_, options_, configured ? &config_ : nullptr, faults_).run(file->tensors());
+    if (configured) Coverage(config_path_, config_, shape_, options_, faults_).run(parts);
+    if (!faults_.empty()) return faults_.failure();
+
+    adapter_.warnings = std::move(parts.warnings);
+    adapter_.modules_present = parts.linears_present;
+    for (auto const& [place, pair] : parts.pairs) read_pair(*file, place, pair);
+    for (TensorInfo const* const tensor : parts.overlay) read_into(adapter_.overlay, *file, tensor);
+    if (!faults_.empty()) return faults_.failure();
+    adapter_.modules_applied = std::ssize(adapter_.pairs);
+    warn_of_zero_scales();
+    adapter_.digest = digest();
+    return std::move(adapter_);
+  }
+
+ private:
+  static std::string in(std::string const& directory, char const* file) {
+    return directory + (directory.ends_with('/') ? "" : "/") + file;
+  }
+
+  // Whether the configuration is without fault.
+  bool read_config() {
+    auto const text = read_text(config_path_, most_config_bytes);
+    if (text) {
+      config_ = gather_peft_config(*text, config_path_, options_.base_is_converted, faults_);
+    } else {
+      faults_.add(text.error());
+    }
+    return faults_.empty();
+  }
+
+  // A tensor whose values were looked at; none after a fault.
+  std::optional<HostTensor> read(SafetensorsFile const& file, TensorInfo const& info) {
+    auto tensor = file.read(info.name);
+    if (!tensor) {
+      faults_.add(tensor.error());
+      return std::nullopt;
+    }
+    std::size_t const count = tensor->bytes.size() / element_bytes(tensor->type);
+    for (std::size_t i = 0; i < count && !options_.keep_non_finite; ++i) {
+      float const value = element_at(*tensor, i);
+      if (std::isfinite(value)) continue;
+      faults_.add(Errc::out_of_range, tensors_path_ + ": tensor '" + printable(info.name) + "': element " +
+                                          std::to_string(i) + " is " +
+                                          (std::isnan(value) ? "NaN" : "infinite"));
+      return std::nullopt;
+    }
+    return std::move(*tensor);
+  }
+
+  void read_into(std::vector<HostTensor>& list, SafetensorsFile const& file, TensorInfo const* info) {
+    if (info == nullptr) return;
+    if (auto tensor = read(file, *info)) list.push_back(std::move(*tensor));
+  }
+
+  void read_pair(SafetensorsFile const& file, PairPlace const& place, PairTensors const& pair) {
+    float const scale = config_.scale_of(pair.path);
+    if (!std::isfinite(scale)) {
+      faults_.add(Errc::out_of_range, config_path_ + ": field 'lora_alpha': the scale of '" +
+                                          printable(pair.path) + "' is beyond f32");
+    }
+    if (place.part != ModelPart::linear) {
+      auto& list = place.part == ModelPart::router ? adapter_.router : adapter_.experts;
+      for (TensorInfo const* const tensor : {pair.a, pair.b, pair.bias}) read_into(list, file, tensor);
+      return;
+    }
+    auto a = read(file, *pair.a);
+    auto b = read(file, *pair.b);
+    AdapterPair out{
+        shape_.sites()[place.site], static_cast<std::int32_t>(pair.a->shape[0]), scale, {}, {}, {}};
+    if (pair.bias != nullptr) out.bias = read(file, *pair.bias);
+    if (!a || !b) return;
+    out.a = std::move(*a);
+    out.b = std::move(*b);
+    adapter_.max_rank = std::max(adapter_.max_rank, out.rank);
+    adapter_.pairs.push_back(std::move(out));
+  }
+
+  void warn_of_zero_scales() {
+    auto const zeros = std::count_if(adapter_.pairs.begin(), adapter_.pairs.end(),
+                                     [](AdapterPair const& pair) { return pair.scale == 0.0F; });
+    if (zeros == 0) return;
+    adapter_.warnings.push_back(config_path_ + ": the scale of " + std::to_string(zeros) + " of " +
+                                std::to_string(adapter_.pairs.size()) +
+                                " modules is 0, so they stay the base's");
+  }
+
+  // Of the adapter as it is applied: places, scales, weights, token ids and options.
+  [[nodiscard]] Digest digest() const {
+    DigestStream stream;
+    stream.add(options_.lenient);
+    stream.add(options_.base_is_converted);
+    stream.add(options_.keep_non_finite);
+    stream.add(std::string_view(options_.model_prefix));
+    stream.add(static_cast<std::uint64_t>(options_.prefix_map.size()));
+    for (PrefixRename const& rename : options_.prefix_map) {
+      stream.add(std::string_view(rename.from));
+      stream.add(std::string_view(rename.to));
+    }
+    stream.add(static_cast<std::uint64_t>(adapter_.pairs.size()));
+    for (AdapterPair const& pair : adapter_.pairs) {
+      stream.add(pair.site.layer);
+      stream.add(std::string_view(shape_.module(pair.site).name));
+      stream.add(pair.scale);
+      stream.add(pair.a);
+      stream.add(pair.b);
+      stream.add(pair.bias.has_value());
+      if (pair.bias) stream.add(*pair.bias);
+    }
+    for (auto const* const list : {&adapter_.experts, &adapter_.router, &adapter_.overlay}) {
+      stream.add(static_cast<std::uint64_t>(list->size()));
+      for (HostTensor const& tensor : *list) {
+        stream.add(std::string_view(tensor.name));
+        stream.add(config_.scale_of(understand_tensor(tensor.name, shape_, options_).path));
+        stream.add(tensor);
+      }
+    }
+    stream.add(config_.ensure_weight_tying);
+    for (TokenRows const& rows : config_.trainable_tokens) {
+      stream.add(std::string_view(rows.module));
+      stream.add(static_cast<std::uint64_t>(rows.ids.size()));
+      for (std::int64_t const id : rows.ids) stream.add(id);
+    }
+    return stream.digest();
+  }
+
+  ModelShape const& shape_;
+  LoadOptions const& options_;
+  std::string config_path_;
+  std::string tensors_path_;
+  std::string pickle_path_;
+  PeftConfig config_;
+  Faults faults_;
+  Adapter adapter_;
+};
+
+}  // namespace detail
+
+/// Reads the adapter in `directory` (`adapter_config.json` and `adapter_model.safetensors`, as PEFT writes
+/// them) and audits it against `shape`: every tensor is consumed or refused, every target has its tensors, A
+/// and B are paired and shaped. Experts, router and token rows are recognised and kept apart (see `Adapter`).
+/// Errors: everything that is wrong at once, one line each, naming the tensor or field; the code is that of
+/// the first line. Weights are read only after the audit, into memory that the model's widths bound.
+[[nodiscard]] inline Result<Adapter> load_adapter(std::string const& directory, ModelShape const& shape,
+                                                  LoadOptions const& options = {}) {
+  return detail::AdapterLoader(directory, shape, options).run();
+}
+
+}  // namespace atlas::lora::inline v0

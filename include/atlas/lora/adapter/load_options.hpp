@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// What a caller may say about an adapter before it is loaded.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "atlas/lora/config.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// A beginning of module paths in the adapter's file, and what the model calls it: `{"model",
+/// "model.language_model"}`. Whole segments only. An empty `from` puts `to` before the path.
+struct PrefixRename {
+  std::string from;
+  std::string to;
+};
+
+/// How an adapter is loaded. The digest covers all of it.
+struct LoadOptions {
+  /// Leave out tensors that belong to no module of the model, each with a warning, where they are errors
+  /// otherwise. An adapter of which nothing is left stays an error, and so does everything that is refused
+  /// for another reason.
+  bool lenient = false;
+  /// The base model is the one that the adapter's initialisation (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) left
+  /// behind.
+  bool base_is_converted = false;
+  /// Accept NaN and infinity among the weights.
+  bool keep_non_finite = false;
+  /// The path of the model's part that holds the layers (`"model.language_model"`). Keys under another path
+  /// are unmatched. Empty: any one path is good, the same for all keys of the adapter.
+  std::string model_prefix{};
+  /// Renames of paths, tried in order before anything is matched; the first that fits is applied.
+  std::vector<PrefixRename> prefix_map{};
+};
+
+}  // namespace atlas::lora::inline v0
