@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// The rows of a step grouped by slot: found once per step, read by every delta launch over the same rows.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <type_traits>
+
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/route_table.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// One slot that occurs and where its rows lie in `RowPlan::rows`.
+struct alignas(16) RowGroup {
+  std::int32_t slot = 0;
+  std::int32_t first = 0;  ///< index into `rows`
+  std::int32_t count = 0;  ///< at least 1
+  std::int32_t reserved = 0;
+
+  friend constexpr bool operator==(RowGroup const&, RowGroup const&) = default;
+};
+
+/// The counts at the head of a plan.
+struct alignas(16) RowPlanHeader {
+  std::int32_t num_groups = 0;
+  std::int32_t num_rows = 0;  ///< rows that have an adapter: the counts of all groups
+  std::int32_t reserved[2] = {0, 0};
+};
+
+/// A plan in device memory: pointers into one buffer laid out by `RowPlanLayout`. Trivially copyable; its
+/// addresses and capacities are fixed, so a captured graph reads whatever the buffer holds at replay. Groups
+/// are ascending by slot; rows are ascending within a group; base rows (and slots out of range) are in no
+/// group.
+struct RowPlan {
+  RowPlanHeader* header = nullptr;
+  std::int32_t* row_slots = nullptr;  ///< `[capacity_rows]`: the slot of each row; negative is base
+  RowGroup* groups = nullptr;         ///< `[max_groups]`, the first `num_groups` valid
+  std::int32_t* rows = nullptr;       ///< `[capacity_rows]`, the first `num_rows` valid
+  std::int32_t capacity_rows = 0;
+  std::int32_t max_slots = 0;   ///< slots `>= max_slots` are base
+  std::int32_t max_groups = 0;  ///< the smaller of the two above
+};
+static_assert(std::is_trivially_copyable_v<RowPlan>);
+
+/// Where a plan's parts lie in its buffer, in bytes. The buffer needs `bytes()` bytes, aligned to 16; the row
+/// slots come directly behind the header, so that a host-built plan is one upload of the whole buffer and
+/// uploading the row slots alone is one copy too.
+struct RowPlanLayout {
+  std::int32_t capacity_rows = 0;
+  std::int32_t max_slots = 0;
+
+  [[nodiscard]] constexpr std::int32_t max_groups() const noexcept {
+    return std::min(capacity_rows, max_slots);
+  }
+  [[nodiscard]] constexpr std::size_t row_slots_offset() const noexcept { return sizeof(RowPlanHeader); }
+  [[nodiscard]] constexpr std::size_t groups_offset() const noexcept {
+    return row_slots_offset() + round_up_16(static_cast<std::size_t>(capacity_rows) * sizeof(std::int32_t));
+  }
+  [[nodiscard]] constexpr std::size_t rows_offset() const noexcept {
+    return groups_offset() + static_cast<std::size_t>(max_groups()) * sizeof(RowGroup);
+  }
+  [[nodiscard]] constexpr std::size_t bytes() const noexcept {
+    return rows_offset() + round_up_16(static_cast<std::size_t>(capacity_rows) * sizeof(std::int32_t));
+  }
+
+  /// The plan in `buffer`, host or device, which holds at least `bytes()` bytes and is aligned to 16.
+  [[nodiscard]] RowPlan at(void* buffer) const noexcept {
+    auto* const base = static_cast<std::byte*>(buffer);
+    return RowPlan{reinterpret_cast<RowPlanHeader*>(base),
+                   reinterpret_cast<std::int32_t*>(base + row_slots_offset()),
+                   reinterpret_cast<RowGroup*>(base + groups_offset()),
+                   reinterpret_cast<std::int32_t*>(base + rows_offset()),
+                   capacity_rows,
+                   max_slots,
+                   max_groups()};
+  }
+
+ private:
+  static constexpr std::size_t round_up_16(std::size_t n) noexcept { return (n + 15) / 16 * 16; }
+};
+
+/// Groups `slots` on the host, into the parts of a plan of `layout`: the header, `row_slots`
+/// `[capacity_rows]`, `groups` `[max_groups()]` and `rows` `[capacity_rows]`. `scratch` `[max_slots]` holds
+/// counts meanwhile. A slot that is negative or `>= max_slots` is base and is written as `base_slot`, and so
+/// is every row slot beyond `slots`. O(capacity_rows + max_slots), allocates nothing. Error:
+/// `invalid_argument`, and nothing written, when there are more slots than `capacity_rows` or a part is too
+/// small.
+[[nodiscard]] constexpr Errc build_row_plan(std::span<std::int32_t const> slots, RowPlanLayout layout,
+                                            RowPlanHeader& header, std::span<std::int32_t> row_slots,
+                                            std::span<RowGroup> groups, std::span<std::int32_t> rows,
+                                            std::span<std::int32_t> scratch) noexcept {
+  if (layout.capacity_rows < 0 || layout.max_slots < 0) return Errc::invalid_argument;
+  auto const capacity = static_cast<std::size_t>(layout.capacity_rows);
+  if (slots.size() > capacity || row_slots.size() < capacity || rows.size() < capacity ||
+      groups.size() < static_cast<std::size_t>(layout.max_groups()) ||
+      scratch.size() < static_cast<std::size_t>(layout.max_slots)) {
+    return Errc::invalid_argument;
+  }
+  std::span<std::int32_t> const next = scratch.first(static_cast<std::size_t>(layout.max_slots));
+  std::fill(next.begin(), next.end(), 0);
+  for (std::size_t i = 0; i < capacity; ++i) {
+    bool const adapted = i < slots.size() && slots[i] >= 0 && slots[i] < layout.max_slots;
+    row_slots[i] = adapted ? slots[i] : base_slot;
+    if (adapted) ++next[static_cast<std::size_t>(slots[i])];
+  }
+  header = RowPlanHeader{};
+  for (std::size_t slot = 0; slot < next.size(); ++slot) {
+    std::int32_t const count = next[slot];
+    next[slot] = header.num_rows;  // from a slot's count to where its next row goes
+    if (count == 0) continue;
+    groups[static_cast<std::size_t>(header.num_groups++)] =
+        RowGroup{static_cast<std::int32_t>(slot), header.num_rows, count, 0};
+    header.num_rows += count;
+  }
+  for (std::size_t i = 0; i < capacity; ++i) {
+    if (row_slots[i] < 0) continue;
+    std::int32_t& place = next[static_cast<std::size_t>(row_slots[i])];
+    rows[static_cast<std::size_t>(place++)] = static_cast<std::int32_t>(i);
+  }
+  return Errc::ok;
+}
+
+/// The same into `plan`, which must lie in host memory: uploading `RowPlanLayout::bytes()` bytes of its
+/// buffer uploads slots and plan at once.
+[[nodiscard]] inline Errc build_row_plan(std::span<std::int32_t const> slots, RowPlan const& plan,
+                                         std::span<std::int32_t> scratch) noexcept {
+  auto const capacity = static_cast<std::size_t>(std::max(plan.capacity_rows, 0));
+  return build_row_plan(
+      slots, RowPlanLayout{plan.capacity_rows, plan.max_slots}, *plan.header,
+      std::span<std::int32_t>(plan.row_slots, capacity),
+      std::span<RowGroup>(plan.groups, static_cast<std::size_t>(std::max(plan.max_groups, 0))),
+      std::span<std::int32_t>(plan.rows, capacity), scratch);
+}
+
+}  // namespace atlas::lora::inline v0
