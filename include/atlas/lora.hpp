@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// The whole library but the file readers, which are in atlas/peft.hpp.
+#pragma once
+
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/status.hpp"
+
+#include "atlas/lora/model/families.hpp"
+#include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/model/module.hpp"
+
+#include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/adapter/convert.hpp"
+
+#include "atlas/lora/tables/route_table.hpp"
+
+#include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/cuda_backend.hpp"
+#include "atlas/lora/pool/identity.hpp"
+#include "atlas/lora/pool/layout.hpp"
+#include "atlas/lora/pool/pair.hpp"
+#include "atlas/lora/pool/pool.hpp"
+#include "atlas/lora/pool/slots.hpp"
+#include "atlas/lora/pool/victim.hpp"
+
+#include "atlas/lora/route/policy.hpp"
+#include "atlas/lora/route/row_map.hpp"
+#include "atlas/lora/route/row_plan.hpp"
+
+#include "atlas/lora/kernels/contraction.hpp"
+#include "atlas/lora/kernels/delta_params.hpp"
+#include "atlas/lora/kernels/machine.hpp"
+#include "atlas/lora/kernels/tuning.hpp"
+#include "atlas/lora/kernels/work.hpp"
+
+#include "atlas/lora/reference/delta.hpp"

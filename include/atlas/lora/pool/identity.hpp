@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// Who an adapter is to a prefix cache: an id that lives as long as a name means the same content.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/status.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// The id that means base; no adapter ever has it.
+inline constexpr std::uint64_t base_id = 0;
+
+/// The longest adapter name, in bytes.
+inline constexpr std::size_t longest_name = 256;
+
+/// FNV-1a over the bytes of `name` and then, unless it is 0, over the 8 little-endian bytes of `generation`.
+/// Never `base_id`.
+[[nodiscard]] constexpr std::uint64_t adapter_id(std::string_view name,
+                                                 std::uint64_t generation = 0) noexcept {
+  constexpr std::uint64_t prime = 0x100000001b3U;
+  std::uint64_t hash = 0xcbf29ce484222325U;
+  for (char const c : name) hash = (hash ^ static_cast<unsigned char>(c)) * prime;
+  if (generation != 0) {
+    for (int shift = 0; shift < 64; shift += 8) hash = (hash ^ ((generation >> shift) & 0xffU)) * prime;
+  }
+  return hash == base_id ? 1 : hash;
+}
+
+/// Whether an adapter may be called `name`: 1 to `longest_name` bytes, none of them a control byte (below
+/// 0x20, or 0x7f), so that no name can spell another's generation. Bytes from 0x80 are not interpreted.
+[[nodiscard]] constexpr bool valid_name(std::string_view name) noexcept {
+  if (name.empty() || name.size() > longest_name) return false;
+  for (char const c : name) {
+    auto const byte = static_cast<unsigned char>(c);
+    if (byte < 0x20 || byte == 0x7f) return false;
+  }
+  return true;
+}
+
+/// Gives each content under a name its id, for as long as the registry lives. A name's generation moves when
+/// content with another digest comes under it, and not when the same comes back; so a name that returns to
+/// earlier content gets a new id. An id is never given to two contents: where the hash collides, the
+/// generation moves on. Not thread-safe. Grows with the number of names and contents seen.
+class NameRegistry {
+ public:
+  /// The id of `digest` under `name`. Error: `invalid_argument` for a name that is not `valid_name`.
+  [[nodiscard]] Result<std::uint64_t> identify(std::string_view name, Digest const& digest) {
+    if (!valid_name(name)) {
+      return fail(Errc::invalid_argument, "adapter name: must have 1 to " + std::to_string(longest_name) +
+                                              " bytes and no control bytes");
+    }
+    auto const [entry, is_new] = names_.try_emplace(std::string(name));
+    Content& content = entry->second;
+    if (!is_new && content.digest == digest) return content.id;
+    if (!is_new) ++content.generation;
+    while (!issued_.insert(adapter_id(name, content.generation)).second) ++content.generation;
+    content.digest = digest;
+    content.id = adapter_id(name, content.generation);
+    return content.id;
+  }
+
+ private:
+  struct Content {
+    Digest digest;
+    std::uint64_t generation = 0;
+    std::uint64_t id = base_id;
+  };
+
+  std::unordered_map<std::string, Content> names_;
+  std::unordered_set<std::uint64_t> issued_;
+};
+
+}  // namespace atlas::lora::inline v0

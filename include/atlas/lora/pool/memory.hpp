@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// How much memory a pool takes, and where in it everything lies.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/pool/layout.hpp"
+#include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/route_table.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// The most slots, and the most spare ones, that a pool can have.
+inline constexpr std::int32_t most_pool_slots = 1 << 16;
+
+/// What a pool is made with; nothing of it changes afterwards.
+struct PoolOptions {
+  std::int32_t max_slots = 8;  ///< adapters that rows can name at one time; 1 to `most_pool_slots`
+  std::int32_t spare =
+      1;  ///< physical slots beyond `max_slots`, for loads while all others are read; at least 1
+  std::int32_t max_rank = 64;  ///< largest rank of any adapter; rounded up to a multiple of 8
+  std::int32_t pinned = 0;     ///< slots `[0, pinned)` are never evicted, the others are a cache
+  bool biases = false;         ///< whether room is kept for a bias of every linear
+
+  friend bool operator==(PoolOptions const&, PoolOptions const&) = default;
+};
+
+/// What a pool takes when it is created, and nothing more ever after.
+struct MemoryNeeded {
+  std::size_t device_bytes = 0;
+  std::size_t pinned_bytes = 0;  ///< host memory that the device reads
+
+  friend bool operator==(MemoryNeeded const&, MemoryNeeded const&) = default;
+};
+
+namespace detail {
+
+/// The parts of a pool's two allocations. Device: physical slots, their bias regions, records `[max_slots]`,
+/// each `[sites]` cells. Pinned: a record image for each slot, and staging for one site.
+struct PoolMemory {
+  SlotLayout layout;
+  std::size_t bias_stride = 0;  ///< bytes between bias regions; 0 without biases
+  std::size_t record_bytes = 0;
+  std::size_t biases_offset = 0;
+  std::size_t records_offset = 0;
+  std::size_t staging_offset = 0;
+  MemoryNeeded needed;
+
+  /// Errors: those of `SlotLayout::create`; `invalid_argument` for an option out of range; `out_of_range`
+  /// when the whole needs 2^63 bytes or more.
+  [[nodiscard]] static Result<PoolMemory> plan(ModelShape const& shape, PoolOptions const& options,
+                                               std::size_t element_bytes) {
+    if (auto const fault = check(options); !fault.empty())
+      return fail(Errc::invalid_argument, "pool: " + fault);
+    auto layout = SlotLayout::create(shape, options.max_rank, element_bytes);
+    if (!layout) return cuda::std::unexpected<Error>(layout.error());
+    PoolMemory memory;
+    memory.layout = *std::move(layout);
+    auto const slots = static_cast<std::size_t>(options.max_slots);
+    std::size_t const places = slots + static_cast<std::size_t>(options.spare);
+    memory.bias_stride = options.biases ? memory.layout.bias_bytes() : 0;
+    memory.record_bytes = memory.layout.sites() * sizeof(RouteCell<float>);
+    auto const biases = after(0, places, memory.layout.slot_bytes());
+    auto const records = biases ? after(*biases, places, memory.bias_stride) : biases;
+    auto const device = records ? after(*records, slots, memory.record_bytes) : records;
+    auto const staging = after(0, slots, memory.record_bytes);
+    auto const pinned = staging ? after(*staging, 1, memory.layout.largest_site_bytes()) : staging;
+    if (!device || !pinned) return fail(Errc::out_of_range, "pool: needs 2^63 bytes or more");
+    memory.biases_offset = *biases;
+    memory.records_offset = *records;
+    memory.staging_offset = *staging;
+    memory.needed = MemoryNeeded{*device, *pinned};
+    return memory;
+  }
+
+ private:
+  // Where the next part begins: behind `count` times `bytes`, aligned as allocations are.
+  static std::optional<std::size_t> after(std::size_t begin, std::size_t count, std::size_t bytes) {
+    auto const end = multiply_add(count, bytes, begin);
+    return end ? multiply_add(1, round_up(*end, 256), 0) : end;
+  }
+
+  static std::string check(PoolOptions const& options) {
+    std::string const most = std::to_string(most_pool_slots);
+    if (options.max_slots < 1 || options.max_slots > most_pool_slots) {
+      return "max_slots is " + std::to_string(options.max_slots) + ", not in [1, " + most + "]";
+    }
+    if (options.spare < 1 || options.spare > most_pool_slots) {
+      return "spare is " + std::to_string(options.spare) + ", not in [1, " + most + "]";
+    }
+    if (options.pinned < 0 || options.pinned > options.max_slots) {
+      return "pinned is " + std::to_string(options.pinned) + ", not in [0, max_slots]";
+    }
+    return {};
+  }
+};
+
+}  // namespace detail
+}  // namespace atlas::lora::inline v0

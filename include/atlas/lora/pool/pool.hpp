@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// Adapters in slots of fixed memory: loaded beside running work, published between steps, kept while leased.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/adapter/convert.hpp"
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/layout.hpp"
+#include "atlas/lora/pool/memory.hpp"
+#include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/pool_state.hpp"
+#include "atlas/lora/pool/slots.hpp"
+#include "atlas/lora/pool/victim.hpp"
+#include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/route_table.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// What a load has done. The adapter can be leased once the next `begin_step` has published it.
+struct Staged {
+  SlotKey key;
+  std::uint64_t id = base_id;  ///< what a prefix cache is keyed by
+  ConversionCounts counts;     ///< zero where the same content was there already
+};
+
+/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites, and the
+/// bytes that they speak of lie in one of `max_slots + spare` physical slots.
+///
+/// An engine encloses each step in `begin_step(stream)` and `end_step(stream)`, takes a lease for each
+/// request before its rows name the slot, and releases it when no later step will. `load` may be called from
+/// any thread at any time: it packs into memory that nothing reads, and ends *staged*; the next `begin_step`
+/// publishes. Memory is fixed at creation; table addresses are fixed for the pool's life, so graphs that were
+/// captured stay right. Nothing here synchronises the device, and nothing becomes part of a captured graph.
+/// Every function may be called from any thread; one stream's steps come from one thread at a time.
+///
+/// When a call fails, what was there before is still there, whole.
+template <Element T, Backend B, VictimPolicy V = LruIdle>
+class AdapterPool {
+ public:
+  using Stream = typename B::Stream;
+
+  /// What `create` would take. Errors: `invalid_argument` for an option out of range or a model without
+  /// linears; `out_of_range` for 2^63 bytes or more.
+  [[nodiscard]] static Result<MemoryNeeded> memory_needed(ModelShape const& shape,
+                                                          PoolOptions const& options) {
+    auto const memory = detail::PoolMemory::plan(shape, options, sizeof(T));
+    if (!memory) return forward_error(memory);
+    return memory->needed;
+  }
+
+  /// A pool whose slots are all empty, its memory zeroed. Errors: those of `memory_needed`, and the
+  /// backend's.
+  [[nodiscard]] static Result<AdapterPool> create(ModelShape shape, PoolOptions const& options,
+                                                  B backend = B(), V victim = V()) {
+    auto memory = detail::PoolMemory::plan(shape, options, sizeof(T));
+    if (!memory) return forward_error(memory);
+    auto state = std::make_unique<State>(std::move(shape), options, *std::move(memory), std::move(backend));
+    if (auto const made = state->allocate(); !made) return forward_error(made);
+    return AdapterPool(std::move(state), std::move(victim));
+  }
+
+  // --- the life of an adapter
+
+  /// Packs `adapter` and stages it under `name`, in its own slot when nobody reads that, else in an empty or
+  /// idle one; an adapter that has to give way leaves now. Loads follow one another; nothing else waits for
+  /// them. The same content under the same name is not loaded again. The host waits for its copies, on a
+  /// stream of the pool's own. Errors: what `detail::check_adapter` and `convert` say of the adapter; a name
+  /// that is not `valid_name`; retryable `pool_full` and `spare_busy`; `out_of_memory` when all pinned slots
+  /// are taken; the backend's.
+  [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
+                                    StageOptions const& options = {}) {
+    if (!valid_name(name)) {
+      return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
+                                              " bytes without control bytes needed");
+    }
+    auto const checked = detail::check_adapter(name, adapter, shape(), layout().max_rank(),
+                                               state_->options.biases, options.leave_out_unserved);
+    if (!checked) return forward_error(checked);
+    std::lock_guard<std::mutex> const one_load(state_->load_mutex);
+    std::int32_t place = 0;
+    {
+      std::lock_guard<std::mutex> const lock(ledger().mutex);
+      if (auto const present = ledger().present(name, adapter.digest, options.pinned)) {
+        return Staged{present->first, present->second, {}};
+      }
+      auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
+      if (!slot) return forward_error(slot);
+      auto const spare = ledger().take_place();
+      if (!spare)
+        return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
+      place = *spare;
+    }
+    auto const counts = state_->pack(place, adapter, options.conversion);
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    auto staged =
+        counts ? stage(name, adapter, options.pinned, place) : Result<Staged>(forward_error(counts));
+    if (!staged) {
+      ledger().give_back_place(place);
+      return staged;
+    }
+    staged->counts = *counts;
+    return staged;
+  }
+
+  /// Takes `name` out of the pool; its memory drains. Errors: `not_found`; `slot_busy` with the number of
+  /// leases; `invalid_argument` for the active adapter.
+  [[nodiscard]] Result<void> unload(std::string_view name) {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    return ledger().unload(name);
+  }
+
+  // --- steps
+
+  /// Opens a step on `stream`, which is registered by its first one. Enqueues one copy for each staged
+  /// record; other registered streams go on after them. Errors: `capturing`; `invalid_argument` when a step
+  /// is open; the backend's, and then everything staged is still staged, and no step is open.
+  [[nodiscard]] Result<void> begin_step(Stream stream) {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    if (auto outcome = refuse_capture(stream); !outcome) return outcome;
+    auto const index = state_->steps.find_or_add(backend(), ledger(), stream);
+    if (!index) return forward_error(index);
+    if (ledger().steps[*index].open())
+      return fail(Errc::invalid_argument, "begin_step: a step is open on the stream");
+    if (auto outcome = state_->steps.poll(backend(), ledger()); !outcome) return outcome;
+    if (auto outcome = state_->steps.follow(backend(), *index); !outcome) return outcome;
+    if (auto outcome = state_->publish(*index, stream); !outcome) return outcome;
+    ++ledger().steps[*index].begun;
+    return {};
+  }
+
+  /// Ends the step that is open on `stream`, after its last work was enqueued. Errors: `capturing`;
+  /// `invalid_argument` when none is open; the backend's, and then it is still open.
+  [[nodiscard]] Result<void> end_step(Stream stream) {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    auto const index = state_->steps.find(stream);
+    if (!index || !ledger().steps[*index].open()) {
+      return fail(Errc::invalid_argument, "end_step: no step is open on the stream");
+    }
+    if (auto outcome = refuse_capture(stream); !outcome) return outcome;
+    return state_->steps.end(backend(), ledger(), *index);
+  }
+
+  /// Ends the pool's use of `stream`, which the engine will destroy. Errors: `not_found`; `slot_busy`
+  /// (retryable) while a step is open or not known to be done; the backend's.
+  [[nodiscard]] Result<void> forget_stream(Stream stream) {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    auto const index = state_->steps.find(stream);
+    if (!index) return fail(Errc::not_found, "forget_stream: no step was ever begun on the stream");
+    if (auto outcome = state_->steps.poll(backend(), ledger()); !outcome) return outcome;
+    return state_->steps.forget(ledger(), *index);
+  }
+
+  // --- leases
+
+  /// A lease on the adapter that `name` finds. Errors: `not_found`; `slot_busy` while it is staged and the
+  /// next `begin_step` has to publish it.
+  [[nodiscard]] Result<Lease> acquire(std::string_view name) {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    return ledger().acquire(name);
+  }
+
+  /// A lease on exactly this tenancy: what loads return and leases carry. Content that has lost its name can
+  /// be leased as long as others lease it. Errors: `stale`; `slot_busy` while it is staged.
+  [[nodiscard]] Result<Lease> acquire(SlotKey key) {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    return ledger().acquire(key);
+  }
+
+  /// A lease on the active adapter; an empty one, which is base, when none is active. Errors: `slot_busy`.
+  [[nodiscard]] Result<Lease> acquire_active() {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    if (ledger().active.empty()) return Lease();
+    return ledger().acquire(ledger().active);
+  }
+
+  /// Makes the adapter under `name` the active one, whatever content the name finds later; the empty name
+  /// makes none active. The active adapter is never evicted. Error: `not_found` when it is not published.
+  [[nodiscard]] Result<void> set_active(std::string_view name) {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    if (!name.empty() && ledger().published(name) == base_slot) return not_found(name);
+    ledger().active = name;
+    return {};
+  }
+
+  /// The active adapter's key; base when none is active.
+  [[nodiscard]] SlotKey active() const {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    return key_of(ledger().active);
+  }
+
+  // --- tables and views
+
+  /// The table of a site. It may be taken before anything is loaded, and stays right for the pool's life.
+  /// Error: `not_found` when the model does not have the site.
+  [[nodiscard]] Result<RouteTable<T>> route(Site site) const {
+    return table(shape().find(site), site.layer, std::to_string(site.module));
+  }
+  /// The same by a module's name; `layer` is `model_wide` for a model-wide one.
+  [[nodiscard]] Result<RouteTable<T>> route(std::int32_t layer, std::string_view module) const {
+    return table(shape().find(layer, module), layer, std::string(module));
+  }
+
+  /// The key that `name` finds. Error: `not_found` when it is not published.
+  [[nodiscard]] Result<SlotKey> find(std::string_view name) const {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    SlotKey const key = key_of(name);
+    if (key.slot == base_slot) return not_found(name);
+    return key;
+  }
+
+  /// The id of the adapter that its name finds in `slot`; `base_id` for a slot without one or out of range.
+  [[nodiscard]] std::uint64_t adapter_id(std::int32_t slot) const {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    bool const named = ledger().contains(slot) && ledger().at(slot).named;
+    return named ? ledger().at(slot).tenant->id : base_id;
+  }
+
+  /// The published names, in slot order.
+  [[nodiscard]] std::vector<std::string> names() const {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    std::vector<std::string> names;
+    for (detail::Slot const& slot : ledger().slots) {
+      if (slot.named) names.push_back(slot.tenant->name);
+    }
+    return names;
+  }
+
+  /// What a victim policy sees of `slot`, which is in `[0, max_slots())`; as of the last load or step.
+  [[nodiscard]] SlotView view(std::int32_t slot) const {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    return ledger().view(slot);
+  }
+
+  [[nodiscard]] ModelShape const& shape() const noexcept { return state_->shape; }
+  [[nodiscard]] SlotLayout const& layout() const noexcept { return state_->memory.layout; }
+  [[nodiscard]] PoolOptions const& options() const noexcept { return state_->options; }
+  [[nodiscard]] std::int32_t max_slots() const noexcept { return state_->options.max_slots; }
+  [[nodiscard]] B& backend() noexcept { return state_->backend; }
+
+ private:
+  using State = detail::PoolState<T, B>;
+
+  AdapterPool(std::unique_ptr<State> state, V victim) noexcept
+      : state_(std::move(state)), victim_(std::move(victim)) {}
+
+  [[nodiscard]] detail::SlotLedger& ledger() const noexcept { return *state_->ledger; }
+
+  template <class R>
+  static cuda::std::unexpected<Error> forward_error(R const& result) {
+    return cuda::std::unexpected<Error>(result.error());
+  }
+  static cuda::std::unexpected<Error> not_found(std::string_view name) {
+    return fail(Errc::not_found, detail::SlotLedger::quoted(name) + ": not in the pool");
+  }
+
+  SlotKey key_of(std::string_view name) const {
+    std::int32_t const slot = ledger().published(name);
+    return slot == base_slot ? SlotKey{} : SlotKey{slot, ledger().at(slot).tenant->tenancy};
+  }
+
+  Result<RouteTable<T>> table(std::optional<std::size_t> site, std::int32_t layer,
+                              std::string const& name) const {
+    if (!site)
+      return fail(Errc::not_found,
+                  "layer " + std::to_string(layer) + ": the model has no '" + name + "' there");
+    Module const& module = shape().module(shape().sites()[*site]);
+    return RouteTable<T>{state_->record(0) + *site,
+                         static_cast<std::int64_t>(state_->memory.record_bytes),
+                         max_slots(),
+                         layout().max_rank(),
+                         module.k_in,
+                         module.n_out};
+  }
+
+  Result<void> refuse_capture(Stream stream) const {
+    auto const capturing = state_->backend.is_capturing(stream);
+    if (!capturing) return forward_error(capturing);
+    if (*capturing)
+      return fail(Errc::capturing, "a step neither begins nor ends while its stream is captured");
+    return {};
+  }
+
+  // The slot for `name`, as things stand now.
+  Result<std::int32_t> choose(std::string_view name, bool pinned) {
+    if (auto const polled = state_->steps.poll(state_->backend, ledger()); !polled)
+      return forward_error(polled);
+    return ledger().choose(name, pinned, victim_);
+  }
+
+  // Stages what is packed in `place`; on failure nothing has changed.
+  Result<Staged> stage(std::string_view name, Adapter const& adapter, bool pinned, std::int32_t place) {
+    auto const slot = choose(name, pinned);
+    if (!slot) return forward_error(slot);
+    auto const id = ledger().names.identify(name, adapter.digest);
+    if (!id) return forward_error(id);
+    state_->write_image(*slot, place, adapter);
+    SlotKey const key =
+        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, adapter.digest, place,
+                                             detail::packed_bytes(adapter, shape(), sizeof(T))});
+    return Staged{key, *id, {}};
+  }
+
+  std::unique_ptr<State> state_;
+  V victim_;
+};
+
+}  // namespace atlas::lora::inline v0

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// What a pool owns, and how bytes get into it: packing beside running work, and publication in stream order.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/adapter/convert.hpp"
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/memory.hpp"
+#include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/slots.hpp"
+#include "atlas/lora/pool/steps.hpp"
+#include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/route_table.hpp"
+
+namespace atlas::lora::inline v0 {
+namespace detail {
+
+/// The memory, streams and book-keeping of one pool. The ledger is shared with leases, which may outlive it.
+template <Element T, Backend B>
+class PoolState {
+ public:
+  using Stream = typename B::Stream;
+
+  PoolState(ModelShape model_shape, PoolOptions const& pool_options, PoolMemory pool_memory, B pool_backend)
+      : shape(std::move(model_shape)),
+        options(pool_options),
+        memory(std::move(pool_memory)),
+        backend(std::move(pool_backend)),
+        ledger(std::make_shared<SlotLedger>(options.max_slots, options.pinned,
+                                            options.max_slots + options.spare)) {}
+
+  PoolState(PoolState const&) = delete;
+  PoolState& operator=(PoolState const&) = delete;
+
+  ~PoolState() {
+    if (load_stream_ && load_event_) static_cast<void>(drain_loads());
+    steps.destroy(backend);
+    if (load_event_) backend.destroy_event(*load_event_);
+    if (load_stream_) backend.destroy_stream(*load_stream_);
+    if (device_ != nullptr) backend.free_device(device_);
+    if (pinned_ != nullptr) backend.free_pinned(pinned_);
+  }
+
+  /// Takes everything that the pool will ever have, and zeroes the device's part.
+  [[nodiscard]] Result<void> allocate() {
+    auto const stream = backend.create_stream();
+    if (!stream) return cuda::std::unexpected<Error>(stream.error());
+    load_stream_ = *stream;
+    auto const event = backend.create_event();
+    if (!event) return cuda::std::unexpected<Error>(event.error());
+    load_event_ = *event;
+    if (auto outcome = steps.create(backend); !outcome) return outcome;
+    auto const device = backend.allocate_device(memory.needed.device_bytes);
+    if (!device) return cuda::std::unexpected<Error>(device.error());
+    device_ = static_cast<std::byte*>(*device);
+    auto const pinned = backend.allocate_pinned(memory.needed.pinned_bytes);
+    if (!pinned) return cuda::std::unexpected<Error>(pinned.error());
+    pinned_ = static_cast<std::byte*>(*pinned);
+    auto filled = backend.fill(device_, std::byte{0}, memory.needed.device_bytes, *load_stream_);
+    return filled ? drain_loads() : filled;
+  }
+
+  /// The cells of `slot` in device memory, `[sites]`.
+  [[nodiscard]] RouteCell<T>* record(std::size_t slot) const noexcept {
+    return reinterpret_cast<RouteCell<T>*>(device_ + memory.records_offset + slot * memory.record_bytes);
+  }
+
+  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes. Returns
+  /// when the device has them. On failure the place's content is arbitrary.
+  [[nodiscard]] Result<ConversionCounts> pack(std::int32_t place, Adapter const& adapter,
+                                              ConversionPolicy policy) {
+    ConversionCounts counts;
+    if (auto const zeroed = zero(place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
+    for (AdapterPair const& pair : adapter.pairs) {
+      if (pair.rank == 0) continue;
+      if (auto const ready = drain_loads(); !ready) return cuda::std::unexpected<Error>(ready.error());
+      std::span<T> const staging(reinterpret_cast<T*>(pinned_ + memory.staging_offset),
+                                 memory.layout.largest_site_bytes() / sizeof(T));
+      auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging, policy);
+      if (!packed) return packed;
+      add_counts(counts, *packed);
+      if (auto const sent = send(place, pair, staging.data()); !sent) {
+        return cuda::std::unexpected<Error>(sent.error());
+      }
+    }
+    if (auto const sent = drain_loads(); !sent) return cuda::std::unexpected<Error>(sent.error());
+    return counts;
+  }
+
+  /// Writes the image of `slot`'s record: a cell for every site, null where the adapter has no pair. Nothing
+  /// may be reading the image. The ledger's mutex is held.
+  void write_image(std::int32_t slot, std::int32_t place, Adapter const& adapter) noexcept {
+    std::span<RouteCell<T>> const cells(image(static_cast<std::size_t>(slot)), memory.layout.sites());
+    std::fill(cells.begin(), cells.end(), RouteCell<T>{});
+    for (AdapterPair const& pair : adapter.pairs) {
+      if (pair.rank == 0) continue;
+      std::size_t const site = *shape.find(pair.site);
+      cells[site] = RouteCell<T>{a_at(place, site),
+                                 b_at(place, site),
+                                 pair.bias ? bias_at(place, site) : nullptr,
+                                 pair.scale,
+                                 pair.rank,
+                                 padded_rank(pair.rank),
+                                 0};
+    }
+  }
+
+  /// Publishes everything staged, and blanks the records of slots whose tenant has gone, on stream `index`,
+  /// as part of the step that it is about to open. On failure nothing is published: what is staged stays
+  /// staged, and cannot be leased. The ledger's mutex is held.
+  [[nodiscard]] Result<void> publish(std::size_t index, Stream stream) {
+    bool any = false;
+    for (std::size_t i = 0; i < ledger->slots.size(); ++i) {
+      Slot& slot = ledger->slots[i];
+      if (!slot.staged && !slot.blank_due) continue;
+      any = true;
+      ledger->overwrite(slot, index);
+      auto const enqueued = slot.staged ? backend.copy(record(i), image(i), memory.record_bytes, stream)
+                                        : backend.fill(record(i), std::byte{0}, memory.record_bytes, stream);
+      if (!enqueued) return enqueued;
+    }
+    if (!any) return {};
+    if (auto const announced = steps.announce(backend, index); !announced) return announced;
+    for (Slot& slot : ledger->slots) {
+      if (slot.staged) ledger->publish(slot);
+      slot.blank_due = false;
+    }
+    return {};
+  }
+
+  ModelShape const shape;
+  PoolOptions const options;
+  PoolMemory const memory;
+  B backend;
+  StreamSteps<B> steps;
+  std::shared_ptr<SlotLedger> const ledger;
+  std::mutex load_mutex;  ///< held by the one load that packs; taken before the ledger's
+
+ private:
+  [[nodiscard]] RouteCell<T>* image(std::size_t slot) const noexcept {
+    return reinterpret_cast<RouteCell<T>*>(pinned_ + slot * memory.record_bytes);
+  }
+  [[nodiscard]] std::byte* place_at(std::int32_t place) const noexcept {
+    return device_ + static_cast<std::size_t>(place) * memory.layout.slot_bytes();
+  }
+  [[nodiscard]] std::byte* biases_at(std::int32_t place) const noexcept {
+    return device_ + memory.biases_offset + static_cast<std::size_t>(place) * memory.bias_stride;
+  }
+  [[nodiscard]] T* a_at(std::int32_t place, std::size_t site) const noexcept {
+    return reinterpret_cast<T*>(place_at(place) + memory.layout.a_offset(site));
+  }
+  [[nodiscard]] T* b_at(std::int32_t place, std::size_t site) const noexcept {
+    return reinterpret_cast<T*>(place_at(place) + memory.layout.b_offset(site));
+  }
+  [[nodiscard]] T* bias_at(std::int32_t place, std::size_t site) const noexcept {
+    return reinterpret_cast<T*>(biases_at(place) + memory.layout.bias_offset(site));
+  }
+
+  // Waits until the device has done all that loads have enqueued, after which staging is free.
+  Result<void> drain_loads() {
+    if (auto const recorded = backend.record(*load_event_, *load_stream_); !recorded) return recorded;
+    return backend.synchronize(*load_event_);
+  }
+
+  Result<void> zero(std::int32_t place) {
+    auto const filled =
+        backend.fill(place_at(place), std::byte{0}, memory.layout.slot_bytes(), *load_stream_);
+    if (!filled || memory.bias_stride == 0) return filled;
+    return backend.fill(biases_at(place), std::byte{0}, memory.bias_stride, *load_stream_);
+  }
+
+  Result<void> send(std::int32_t place, AdapterPair const& pair, T const* staging) {
+    std::size_t const site = *shape.find(pair.site);
+    PackedExtent const extent = packed_extent(pair, shape.module(pair.site));
+    auto sent = backend.copy(a_at(place, site), staging, extent.a * sizeof(T), *load_stream_);
+    if (!sent) return sent;
+    sent = backend.copy(b_at(place, site), staging + extent.a, extent.b * sizeof(T), *load_stream_);
+    if (!sent || extent.bias == 0) return sent;
+    return backend.copy(bias_at(place, site), staging + extent.a + extent.b, extent.bias * sizeof(T),
+                        *load_stream_);
+  }
+
+  std::optional<Stream> load_stream_;
+  std::optional<typename B::Event> load_event_;
+  std::byte* device_ = nullptr;
+  std::byte* pinned_ = nullptr;
+};
+
+}  // namespace detail
+}  // namespace atlas::lora::inline v0
