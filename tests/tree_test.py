@@ -33,7 +33,7 @@ def check_listed(folder, meson, *patterns, only=lambda name: True):
 
 def check_first_lines():
     kinds = {".hpp", ".cuh", ".cpp", ".cu", ".py", ".build", ".options", ".in"}
-    folders = ["include", "tests", "examples", "tools", "cmake"]
+    folders = ["include", "tests", "examples", "tools", "bench", "cmake"]
     sources = [p for folder in folders for p in (ROOT / folder).rglob("*")] + list(ROOT.glob("meson.*"))
     for path in sources:
         script = path.parent.name == "tools" and not path.suffix
@@ -68,6 +68,7 @@ check_listed("tests", "tests/meson.build", "*_test.cpp", "*_test.cu")
 check_listed("tests/compile_fail", "tests/compile_fail/meson.build", "*.cpp", "*.cu")
 check_listed("examples", "examples/meson.build", "*.cpp", "*.cu", only=top_level)
 check_listed("tools", "tools/meson.build", "*.cpp", "*.cu")
+check_listed("bench", "bench/meson.build", "*.cpp", "*.cu")
 check_first_lines()
 check_version()
 check_readme()
