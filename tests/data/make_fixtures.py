@@ -110,6 +110,11 @@ cases = {
  "qwen3next_hybrid": (qwen3next, C(r=8, lora_alpha=16, target_modules=ATT+["out_proj"]), torch.float32, "hybrid: gated full attention (q_proj twice as wide) and linear attention out_proj"),
  "per_expert_linears": (PerExpert, LoraConfig(r=4, lora_alpha=8, target_modules=["gate_proj", "up_proj", "down_proj", "gate"]), torch.float32, "experts as separate linears, shared expert, router"),
  "phi3_fused_qkv": (phi3, C(r=8, lora_alpha=16, target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]), torch.float32, "fused qkv_proj and gate_up_proj linears"),
+ "llama_lm_head": (llama, C(r=8, lora_alpha=16, target_modules=["q_proj","lm_head"]), torch.float32, "LoRA on the head, which brings a copy of the base's"),
+ "llama_expressions": (llama, C(r=8, lora_alpha=16.5, target_modules=r"model\.layers\.[02]\..*(q|k|up|down)_proj", rank_pattern={r"^model.layers.0.self_attn.q_proj":4, r"layers\.\d+\.mlp\.(up|gate)_proj":2, ".*k_proj":6}, alpha_pattern={r"layers\.2\..*":-3, "q_proj|k_proj":5}), torch.float32, "regular expressions as targets and as keys of patterns"),
+ "llama_olora": (llama, C(r=8, lora_alpha=16, target_modules=["q_proj"], init_lora_weights="olora"), torch.float32, "an initialisation that changes the base"),
+ "gpt2_fan_in_fan_out": (gpt2, C(r=8, lora_alpha=16, target_modules=["c_attn","c_fc","c_proj"], fan_in_fan_out=True), torch.float32, "weights stored [in, out]; a model of no known family"),
+ "qwen3moe_all_linear": (qwen3moe, C(r=4, lora_alpha=8, target_modules="all-linear"), torch.float32, "all-linear, which PEFT turns into target_parameters with a rank_pattern of their own"),
 }
 index = {}
 for i, (name, (factory, cfg, dtype, note)) in enumerate(cases.items()):

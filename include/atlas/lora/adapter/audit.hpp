@@ -141,13 +141,13 @@ class Audit {
                           name.expert_linear, ends_in_name(name.path, "base_layer")};
     PairTensors& pair = parts_.pairs[place];
     if (pair.path.empty()) pair.path = name.path;
-    TensorInfo const*& half = name.kind == TensorKind::a   ? pair.a
-                              : name.kind == TensorKind::b ? pair.b
-                                                           : pair.bias;
-    if (half != nullptr) {
-      fault(Errc::unmatched, tensor, "is the same tensor as '" + printable(half->name) + "'");
+    TensorInfo const*& member = name.kind == TensorKind::a   ? pair.a
+                                : name.kind == TensorKind::b ? pair.b
+                                                             : pair.bias;
+    if (member != nullptr) {
+      fault(Errc::unmatched, tensor, "is the same tensor as '" + printable(member->name) + "'");
     } else {
-      half = &tensor;
+      member = &tensor;
     }
   }
 
@@ -164,9 +164,9 @@ class Audit {
 
   void check_pair(PairPlace const& place, PairTensors const& pair) {
     if (pair.a == nullptr || pair.b == nullptr) {
-      for (TensorInfo const* const half : {pair.a, pair.b, pair.bias}) {
-        if (half != nullptr)
-          fault(Errc::unmatched, *half, pair.a == nullptr ? "has no lora_A" : "has no lora_B");
+      for (TensorInfo const* const member : {pair.a, pair.b, pair.bias}) {
+        if (member != nullptr)
+          fault(Errc::unmatched, *member, pair.a == nullptr ? "has no lora_A" : "has no lora_B");
       }
       return;
     }

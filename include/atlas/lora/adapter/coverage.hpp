@@ -66,11 +66,9 @@ class Coverage {
               targets.all_linear ? "all-linear" : "'" + printable(*targets.expression) + "'");
     }
     for (std::string const& parameter : config_.target_parameters) {
-      std::string const module = module_of(parameter);
-      // The second parameter of a module is wrapped around the first, which PEFT then calls its base layer.
-      std::string const inner = module + ".base_layer";
       if (!some_path([&](std::string const& path) {
-            return ends_in_name(path, module) || ends_in_name(path, inner);
+            std::string const key = config_.key_of(path);
+            return key != path && ends_in_name(key, parameter);
           })) {
         missing(parts, "target_parameters", "'" + printable(parameter) + "'");
       }
@@ -109,10 +107,7 @@ class Coverage {
 
   // Whether PEFT would make a pair at `path`.
   [[nodiscard]] bool targeted(std::string_view path) const {
-    if (config_.targets(path)) return true;
-    return std::any_of(
-        config_.target_parameters.begin(), config_.target_parameters.end(),
-        [path](std::string const& parameter) { return ends_in_name(path, module_of(parameter)); });
+    return config_.targets(path) || config_.key_of(path) != path;
   }
 
   void compare_layers(AuditedParts& parts) {
@@ -148,11 +143,6 @@ class Coverage {
           " modules are among its targets and not in the file, so they stay the base's, first '" +
           printable(absent) + "'");
     }
-  }
-
-  // "mlp.experts" of "mlp.experts.down_proj"
-  static std::string module_of(std::string const& parameter) {
-    return parameter.substr(0, parameter.rfind('.'));
   }
 
   // "3.self_attn.q_proj"

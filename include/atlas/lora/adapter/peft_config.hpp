@@ -55,16 +55,41 @@ struct PeftConfig {
   std::vector<PatternValue<double>> alpha_pattern{};       ///< in the file's order
   std::vector<TokenRows> trainable_tokens{};
 
-  /// The rank of the module at `path` (its path in the base model, `"model.layers.0.self_attn.q_proj"`): that
-  /// of the first pattern that matches, else `r`.
-  [[nodiscard]] std::int32_t rank_of(std::string_view path) const { return value_of(rank_pattern, path, r); }
+  /// What PEFT's patterns are matched with for the pair at `path` (its path in the base model as the file has
+  /// it,
+  /// `"model.layers.0.self_attn.q_proj"`): the path itself, or the parameter's name where `target_parameters`
+  /// names one (`"model.layers.0.mlp.experts.down_proj"`, `"model.layers.0.mlp.gate.weight"`).
+  [[nodiscard]] std::string key_of(std::string_view path) const {
+    // A module's second parameter is wrapped around its first, which PEFT then calls the base layer.
+    constexpr std::string_view wrapped = ".base_layer";
+    bool const inner = path.ends_with(wrapped);
+    std::string const module(inner ? path.substr(0, path.size() - wrapped.size()) : path);
+    bool const experts = detail::ends_in_name(module, "experts");
+    std::string first, second;
+    for (std::string const& parameter : target_parameters) {
+      std::string const leaf = parameter.substr(parameter.rfind('.') + 1);
+      std::string key = module + "." + leaf;
+      if (experts == (leaf == "weight") || !detail::ends_in_name(key, parameter)) continue;
+      bool const comes_first = first.empty() || (leaf == "gate_up_proj" && key != first);
+      if (comes_first) std::swap(first, second);
+      (comes_first ? first : second) = std::move(key);
+    }
+    if (first.empty()) return module;
+    return inner || second.empty() ? first : second;
+  }
+
+  /// The rank of the pair at `path`: that of the first pattern that matches, else `r`. Of fused experts it is
+  /// one expert's.
+  [[nodiscard]] std::int32_t rank_of(std::string_view path) const {
+    return value_of(rank_pattern, key_of(path), r);
+  }
 
   /// The same for alpha.
   [[nodiscard]] double alpha_of(std::string_view path) const {
-    return value_of(alpha_pattern, path, lora_alpha);
+    return value_of(alpha_pattern, key_of(path), lora_alpha);
   }
 
-  /// What multiplies the delta of the module at `path`, whatever it is (a linear, an expert, a router):
+  /// What multiplies the delta of the pair at `path`, whatever it is of (a linear, an expert, a router):
   /// alpha / rank, or alpha / sqrt(rank) with rsLoRA, computed in f64 and rounded once to f32. May be
   /// infinite when alpha is beyond f32.
   [[nodiscard]] float scale_of(std::string_view path) const {

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// The real adapters that PEFT wrote: each loads or is refused by name, and each adapted linear's delta is
+// PEFT's.
+#include "atlas/lora/adapter/load.hpp"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "adapter_files.hpp"
+#include "atlas/lora/adapter/convert.hpp"
+#include "atlas/lora/adapter/model_config.hpp"
+#include "atlas/lora/adapter/safetensors.hpp"
+#include "atlas/lora/reference/delta.hpp"
+
+using namespace atlas::lora;
+using namespace atlas::lora::testing;
+
+namespace {
+
+ModelShape shape_of(std::string const& folder) {
+  auto const config = read_model_config(folder + "/config.json");
+  REQUIRE_MESSAGE(config, (config ? "" : config.error().message));
+  auto const shape = model_shape(*config);
+  REQUIRE_MESSAGE(shape, (shape ? "" : shape.error().message));
+  return *shape;
+}
+
+std::vector<float> f32_of(Result<HostTensor> const& tensor) {
+  REQUIRE_MESSAGE(tensor, (tensor ? "" : tensor.error().message));
+  std::vector<float> out(tensor->bytes.size() / element_bytes(tensor->type));
+  REQUIRE(convert<float>(*tensor, std::span<float>(out)).has_value());
+  return out;
+}
+
+// Our float32 delta of one pair for `rows` rows of x.
+std::vector<float> delta_of(AdapterPair const& pair, std::vector<float> const& x, std::size_t rows) {
+  std::vector<float> const a = f32_of(pair.a);
+  std::vector<float> const b = f32_of(pair.b);
+  std::vector<float> const bias = pair.bias ? f32_of(*pair.bias) : std::vector<float>{};
+  RouteCell<float> const cell{
+      a.data(), b.data(), bias.empty() ? nullptr : bias.data(), pair.scale, pair.rank, pair.rank, 0};
+  std::int64_t const k_in = pair.a.shape[1];
+  std::int64_t const n_out = pair.b.shape[0];
+  RouteTable<float> const table{&cell, sizeof cell, 1, pair.rank, k_in, n_out};
+  std::vector<float> y(rows * static_cast<std::size_t>(n_out));
+  std::vector<float> xa(static_cast<std::size_t>(pair.rank));
+  std::vector<std::int32_t> const slots(rows, 0);
+  reference_delta<float, float>(table, slots, x.data(), k_in, y.data(), n_out, xa);
+  return y;
+}
+
+// Compares every dense delta in an adapter's expected.safetensors; how many there were.
+std::size_t compare_with_peft(std::string const& folder, Adapter const& adapter) {
+  auto const expected = SafetensorsFile::open(folder + "/expected.safetensors");
+  REQUIRE_MESSAGE(expected, (expected ? "" : expected.error().message));
+  std::size_t compared = 0;
+  for (AdapterPair const& pair : adapter.pairs) {
+    constexpr std::string_view before = "base_model.model.", after = ".lora_A.weight";
+    std::string const module =
+        pair.a.name.substr(before.size(), pair.a.name.size() - before.size() - after.size());
+    CAPTURE(module);
+    std::vector<float> const x = f32_of(expected->read(module + "|x"));
+    std::vector<float> const theirs = f32_of(expected->read(module + "|delta"));
+    std::vector<float> const ours = delta_of(pair, x, 3);
+    REQUIRE(ours.size() == theirs.size());
+    float largest = 0.0F;
+    float worst = 0.0F;
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      REQUIRE(std::isfinite(ours[i]));
+      largest = std::max(largest, std::abs(theirs[i]));
+      worst = std::max(worst, std::abs(ours[i] - theirs[i]));
+    }
+    CHECK(largest > 0.0F);
+    CHECK(worst <= 1e-5F * largest);
+    ++compared;
+  }
+  return compared;
+}
+
+struct Real {
+  char const* name;
+  std::size_t pairs;
+  std::size_t experts, router, overlay;
+  std::int32_t max_rank;
+};
+
+}  // namespace
+
+TEST_CASE("every real adapter that is served loads whole and computes what PEFT computes") {
+  for (Real const& real : {Real{"llama_r8_all", 21, 0, 0, 0, 8},
+                           Real{"llama_r16_bf16", 21, 0, 0, 0, 16},
+                           Real{"llama_r16_f16_qv", 6, 0, 0, 0, 16},
+                           Real{"llama_r12_rslora", 21, 0, 0, 0, 12},
+                           Real{"llama_r1", 6, 0, 0, 0, 1},
+                           Real{"llama_r64", 21, 0, 0, 0, 64},
+                           Real{"llama_patterns", 21, 0, 0, 0, 16},
+                           Real{"llama_layers", 8, 0, 0, 0, 8},
+                           Real{"llama_all_linear", 21, 0, 0, 0, 8},
+                           Real{"llama_lora_bias", 6, 0, 0, 0, 8},
+                           Real{"llama_bias_all", 3, 0, 0, 0, 8},
+                           Real{"llama_save_head", 3, 0, 0, 2, 8},
+                           Real{"qwen3_trainable_tokens_tied", 8, 0, 0, 1, 8},
+                           Real{"llama_trainable_tokens_untied", 3, 0, 0, 2, 8},
+                           Real{"qwen3moe_attn", 8, 0, 0, 0, 8},
+                           Real{"qwen3moe_fused_experts", 2, 8, 0, 0, 4},
+                           Real{"qwen3moe_router", 2, 0, 4, 0, 4},
+                           Real{"qwen3next_hybrid", 7, 0, 0, 0, 8},
+                           Real{"per_expert_linears", 6, 48, 4, 0, 4},
+                           Real{"phi3_fused_qkv", 8, 0, 0, 0, 8},
+                           Real{"llama_expressions", 8, 0, 0, 0, 8},
+                           Real{"qwen3moe_all_linear", 8, 8, 4, 0, 4}}) {
+    CAPTURE(real.name);
+    std::string const folder = test_data() + "/peft/" + real.name;
+    auto const adapter = load_adapter(folder, shape_of(folder));
+    REQUIRE_MESSAGE(adapter, (adapter ? "" : adapter.error().message));
+    CHECK(adapter->pairs.size() == real.pairs);
+    CHECK(adapter->experts.size() == real.experts);
+    CHECK(adapter->router.size() == real.router);
+    CHECK(adapter->overlay.size() == real.overlay);
+    CHECK(adapter->max_rank == real.max_rank);
+    CHECK(adapter->modules_applied == static_cast<std::int64_t>(real.pairs));
+    CHECK(adapter->modules_present == adapter->modules_applied);
+    CHECK(adapter->warnings.empty());
+    CHECK(compare_with_peft(folder, *adapter) == real.pairs);
+  }
+}
+
+TEST_CASE(
+    "LoRA on the head computes what PEFT computes, and the base's table that comes with it is left out") {
+  std::string const folder = test_data() + "/peft/llama_lm_head";
+  auto const adapter = load_adapter(folder, shape_of(folder));
+  REQUIRE_MESSAGE(adapter, (adapter ? "" : adapter.error().message));
+  CHECK(adapter->pairs.back().site.layer == model_wide);
+  REQUIRE(adapter->warnings.size() == 1);
+  CHECK(says(adapter->warnings[0], "lm_head.base_layer.weight' is a copy"));
+  CHECK(compare_with_peft(folder, *adapter) == 4);
+}
+
+TEST_CASE(
+    "a model of no known family is served as its engine describes it, whichever way it stores its weights") {
+  std::string const folder = test_data() + "/peft/gpt2_fan_in_fan_out";
+  auto const config = read_model_config(folder + "/config.json");
+  REQUIRE(config);
+  CHECK(model_shape(*config).error().code == Errc::unsupported);
+  auto const shape = ModelShape::create({.num_layers = 2,
+                                         .modules = {{"attn.c_attn", 192, 64, {0, 1}, {64, 64, 64}},
+                                                     {"attn.c_proj", 64, 64, {0, 1}},
+                                                     {"mlp.c_fc", 256, 64, {0, 1}},
+                                                     {"mlp.c_proj", 64, 256, {0, 1}}}});
+  REQUIRE(shape);
+  auto const adapter = load_adapter(folder, *shape);
+  REQUIRE_MESSAGE(adapter, (adapter ? "" : adapter.error().message));
+  CHECK(adapter->warnings.empty());
+  CHECK(compare_with_peft(folder, *adapter) == 8);
+}
+
+TEST_CASE("an adapter that was initialised from its base is served on the changed base alone") {
+  std::string const folder = test_data() + "/peft/llama_olora";
+  auto const refused = load_adapter(folder, shape_of(folder));
+  REQUIRE_FALSE(refused);
+  CHECK(says(refused.error().message,
+             "field 'init_lora_weights': the string \"olora\" changes the base model"));
+  auto const adapter = load_adapter(folder, shape_of(folder), {.base_is_converted = true});
+  REQUIRE_MESSAGE(adapter, (adapter ? "" : adapter.error().message));
+  CHECK(compare_with_peft(folder, *adapter) == 3);
+}
+
+TEST_CASE("the real adapters that are not served are refused by each tensor and field") {
+  std::string const dora = test_data() + "/peft/llama_dora";
+  auto const with_magnitudes = load_adapter(dora, shape_of(dora));
+  REQUIRE_FALSE(with_magnitudes);
+  CHECK(with_magnitudes.error().code == Errc::unsupported);
+  CHECK(lines(with_magnitudes.error().message) == 7);  // use_dora and six magnitudes
+  CHECK(says(with_magnitudes.error().message, "field 'use_dora'"));
+  CHECK(says(with_magnitudes.error().message, "layers.2.self_attn.v_proj.lora_magnitude_vector'"));
+  std::string const embedding = test_data() + "/peft/llama_embed_lora";
+  auto const on_embedding = load_adapter(embedding, shape_of(embedding));
+  REQUIRE_FALSE(on_embedding);
+  CHECK(lines(on_embedding.error().message) == 2);
+  CHECK(says(on_embedding.error().message, "embed_tokens.lora_embedding_A'"));
+}
+
+TEST_CASE("the adapters of the whole tiny models load with their scales") {
+  ModelShape const llama = shape_of(test_data() + "/e2e/llama");
+  auto const a = load_adapter(test_data() + "/e2e/llama/adapters/a", llama);
+  auto const b = load_adapter(test_data() + "/e2e/llama/adapters/b", llama);
+  auto const c = load_adapter(test_data() + "/e2e/llama/adapters/c", llama);
+  REQUIRE(a);
+  REQUIRE(b);
+  REQUIRE(c);
+  CHECK(a->pairs.size() == 21);
+  CHECK(b->pairs[0].scale == 8.0F);  // 32 / sqrt(16)
+  CHECK(c->max_rank == 12);
+  CHECK(c->overlay.size() == 2);
+  for (AdapterPair const& pair : c->pairs) CHECK(pair.scale == (pair.rank == 12 ? 0.5F : 2.0F));  // 6/12, 8/4
+  CHECK_FALSE(a->digest == b->digest);
+}

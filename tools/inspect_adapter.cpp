@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// What does this PEFT adapter hold, can it be served on this model, and does it compute what PEFT computes?
+// Exit status: 0 when the whole adapter can be served and every compared delta agrees, 1 when not, 2 for a
+// wrong command line or a model configuration that cannot be read.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "atlas/lora/adapter/convert.hpp"
+#include "atlas/lora/model/families.hpp"
+#include "atlas/lora/reference/delta.hpp"
+#include "atlas/peft.hpp"
+
+namespace {
+
+using namespace atlas::lora;
+
+/// One module's delta beside PEFT's.
+struct Comparison {
+  std::string module;
+  double largest = 0.0;  // PEFT's largest |delta|
+  double error = 0.0;    // the largest |ours - PEFT's| by that
+  std::string fault{};   // why they could not be compared
+  [[nodiscard]] bool held() const { return fault.empty() && error <= 1e-5; }
+};
+
+/// All that is found out about one adapter.
+struct Report {
+  std::string directory;
+  std::string model;
+  std::optional<Adapter> adapter{};  // none when it is refused
+  std::vector<std::string> refusals{};
+  std::vector<Comparison> comparisons{};
+
+  [[nodiscard]] bool held() const {
+    return refusals.empty() && std::all_of(comparisons.begin(), comparisons.end(),
+                                           [](Comparison const& comparison) { return comparison.held(); });
+  }
+};
+
+std::vector<std::string> lines_of(std::string const& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+Result<std::vector<float>> in_f32(Result<HostTensor> const& tensor) {
+  if (!tensor) return cuda::std::unexpected<Error>(tensor.error());
+  std::vector<float> out(tensor->bytes.size() / element_bytes(tensor->type));
+  auto const counts = convert<float>(*tensor, std::span<float>(out));
+  if (!counts) return cuda::std::unexpected<Error>(counts.error());
+  return out;
+}
+
+/// The path in the base model: a pair's name without what PEFT puts around it.
+std::string module_of(AdapterPair const& pair) {
+  std::string_view name = pair.a.name;
+  name.remove_prefix(std::string_view("base_model.model.").size());
+  return std::string(name.substr(0, name.rfind(".lora_A.")));
+}
+
+/// Our float32 delta for `rows` rows of `x`, by the library's reference on the CPU.
+Result<std::vector<float>> delta_of(AdapterPair const& pair, std::vector<float> const& x, std::int64_t rows) {
+  auto const a = in_f32(pair.a);
+  auto const b = in_f32(pair.b);
+  auto const bias = pair.bias ? in_f32(*pair.bias) : Result<std::vector<float>>(std::vector<float>{});
+  for (auto const* const weights : {&a, &b, &bias}) {
+    if (!*weights) return cuda::std::unexpected<Error>(weights->error());
+  }
+  std::int64_t const k_in = pair.a.shape[1];
+  std::int64_t const n_out = pair.b.shape[0];
+  RouteCell<float> const cell{
+      a->data(), b->data(), bias->empty() ? nullptr : bias->data(), pair.scale, pair.rank, pair.rank, 0};
+  RouteTable<float> const table{&cell, sizeof cell, 1, pair.rank, k_in, n_out};
+  std::vector<float> y(static_cast<std::size_t>(rows * n_out));
+  std::vector<float> xa(static_cast<std::size_t>(pair.rank));
+  std::vector<std::int32_t> const slots(static_cast<std::size_t>(rows), 0);
+  reference_delta<float, float>(table, slots, x.data(), k_in, y.data(), n_out, xa);
+  return y;
+}
+
+/// Fills in the comparison of one pair with `MODULE|x` and `MODULE|delta` of a file.
+void compare_pair(AdapterPair const& pair, SafetensorsFile const& expected, Comparison& out) {
+  TensorInfo const* const x_info = expected.find(out.module + "|x");
+  TensorInfo const* const delta_info = expected.find(out.module + "|delta");
+  std::vector<std::int64_t> const inputs{x_info->shape.empty() ? 0 : x_info->shape[0], pair.a.shape[1]};
+  if (delta_info == nullptr || x_info->shape != inputs ||
+      delta_info->shape != std::vector<std::int64_t>{inputs[0], pair.b.shape[0]}) {
+    out.fault = "x and delta do not fit the pair";
+    return;
+  }
+  auto const x = in_f32(expected.read(x_info->name));
+  auto const theirs = in_f32(expected.read(delta_info->name));
+  auto const ours = x ? delta_of(pair, *x, inputs[0]) : x;
+  if (!ours || !theirs) {
+    out.fault = ours ? theirs.error().message : ours.error().message;
+    return;
+  }
+  if (ours->empty() || !std::all_of(ours->begin(), ours->end(), [](float y) { return std::isfinite(y); })) {
+    out.fault = ours->empty() ? "there are no rows" : "our delta is not finite";
+    return;
+  }
+  for (std::size_t i = 0; i < ours->size(); ++i) {
+    out.largest = std::max(out.largest, std::abs(static_cast<double>((*theirs)[i])));
+    out.error =
+        std::max(out.error, std::abs(static_cast<double>((*ours)[i]) - static_cast<double>((*theirs)[i])));
+  }
+  if (out.largest > 0.0) out.error /= out.largest;
+}
+
+/// Compares every module that a file has an input for.
+std::vector<Comparison> compare_all(Adapter const& adapter, SafetensorsFile const& expected) {
+  std::map<std::string, AdapterPair const*> pairs;
+  for (AdapterPair const& pair : adapter.pairs) pairs[module_of(pair)] = &pair;
+  std::vector<Comparison> out;
+  for (TensorInfo const& tensor : expected.tensors()) {
+    if (!tensor.name.ends_with("|x")) continue;
+    Comparison comparison{tensor.name.substr(0, tensor.name.size() - 2)};
+    auto const pair = pairs.find(comparison.module);
+    if (pair == pairs.end()) {
+      comparison.fault = "the adapter has no pair of a linear there";
+    } else {
+      compare_pair(*pair->second, expected, comparison);
+    }
+    out.push_back(std::move(comparison));
+  }
+  return out;
+}
+
+Report inspect(std::string const& directory, std::string const& model, ModelShape const& shape,
+               std::string const& expected_path) {
+  Report report{directory, model};
+  auto adapter = load_adapter(directory, shape);
+  if (!adapter) {
+    report.refusals = lines_of(adapter.error().message);
+    return report;
+  }
+  for (auto const& [list, part] :
+       {std::pair(&adapter->experts, "experts"), std::pair(&adapter->router, "a router"),
+        std::pair(&adapter->overlay, "token rows")}) {
+    for (HostTensor const& tensor : *list) {
+      report.refusals.push_back("tensor '" + tensor.name + "': belongs to " + part +
+                                ", which a pool does not serve");
+    }
+  }
+  if (!expected_path.empty()) {
+    auto const expected = SafetensorsFile::open(expected_path);
+    if (expected) {
+      report.comparisons = compare_all(*adapter, *expected);
+      if (report.comparisons.empty())
+        report.refusals.push_back(expected_path + ": no MODULE|x to compare with");
+    } else {
+      report.refusals.push_back(expected.error().message);
+    }
+  }
+  report.adapter = std::move(*adapter);
+  return report;
+}
+
+std::string hex(Digest digest) {
+  char text[33];
+  std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(digest.high),
+                static_cast<unsigned long long>(digest.low));
+  return text;
+}
+
+std::string layer_name(Site site, ModelShape const& shape) {
+  std::string const& name = shape.module(site).name;
+  return site.layer == model_wide ? name : "layer " + std::to_string(site.layer) + " " + name;
+}
+
+void print_text(Report const& report, ModelShape const& shape) {
+  std::printf("%s on %s\n", report.directory.c_str(), report.model.c_str());
+  if (report.adapter) {
+    Adapter const& adapter = *report.adapter;
+    std::printf("  %lld modules applied of %lld present, largest rank %d, digest %s\n",
+                static_cast<long long>(adapter.modules_applied),
+                static_cast<long long>(adapter.modules_present), adapter.max_rank,
+                hex(adapter.digest).c_str());
+    for (AdapterPair const& pair : adapter.pairs) {
+      std::printf("    %-40s rank %-4d scale %-12.9g %s%s\n", layer_name(pair.site, shape).c_str(), pair.rank,
+                  static_cast<double>(pair.scale), to_string(pair.a.type), pair.bias ? " with bias" : "");
+    }
+    for (std::string const& warning : adapter.warnings) std::printf("  warning: %s\n", warning.c_str());
+  }
+  for (std::string const& refusal : report.refusals) std::printf("  refused: %s\n", refusal.c_str());
+  for (Comparison const& c : report.comparisons) {
+    if (c.fault.empty()) {
+      std::printf("  %s: differs from PEFT by %.2e of its largest |delta| %.4g: %s\n", c.module.c_str(),
+                  c.error, c.largest, c.held() ? "agrees" : "DISAGREES");
+    } else {
+      std::printf("  %s: not compared: %s\n", c.module.c_str(), c.fault.c_str());
+    }
+  }
+  std::printf("%s\n", report.held() ? "can be served" : "cannot be served as it is");
+}
+
+void print_json(Report const& report, ModelShape const& shape) {
+  nlohmann::ordered_json out{
+      {"directory", report.directory}, {"model", report.model}, {"held", report.held()}};
+  if (report.adapter) {
+    Adapter const& adapter = *report.adapter;
+    out["modules_applied"] = adapter.modules_applied;
+    out["modules_present"] = adapter.modules_present;
+    out["max_rank"] = adapter.max_rank;
+    out["digest"] = hex(adapter.digest);
+    out["pairs"] = nlohmann::ordered_json::array();
+    for (AdapterPair const& pair : adapter.pairs) {
+      out["pairs"].push_back({{"layer", pair.site.layer},
+                              {"module", shape.module(pair.site).name},
+                              {"rank", pair.rank},
+                              {"scale", pair.scale},
+                              {"dtype", to_string(pair.a.type)},
+                              {"bias", pair.bias.has_value()}});
+    }
+    out["warnings"] = adapter.warnings;
+  }
+  out["refusals"] = report.refusals;
+  out["comparisons"] = nlohmann::ordered_json::array();
+  for (Comparison const& c : report.comparisons) {
+    nlohmann::ordered_json row{{"module", c.module}, {"held", c.held()}};
+    if (c.fault.empty()) {
+      row.update({{"error", c.error}, {"largest", c.largest}});
+    } else {
+      row["fault"] = c.fault;
+    }
+    out["comparisons"].push_back(std::move(row));
+  }
+  // Names come from files, which may hold anything.
+  std::cout << out.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << '\n';
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string directory, model, expected;
+  bool json = false;
+  CLI::App app{"Says what a PEFT adapter holds and whether it can be served on a model."};
+  app.add_option("DIR", directory, "folder with adapter_config.json and adapter_model.safetensors")
+      ->required();
+  app.add_option("--model", model, "the base model's config.json (default: the one in DIR)");
+  app.add_option("--expected", expected,
+                 "safetensors file with MODULE|x and PEFT's MODULE|delta, to compare our deltas with");
+  app.add_flag("--json", json, "print one JSON object");
+  try {
+    app.parse(argc, argv);
+  } catch (CLI::ParseError const& error) {
+    int const status = app.exit(error);
+    return status == 0 ? 0 : 2;
+  }
+  if (model.empty()) model = directory + "/config.json";
+  auto const config = read_model_config(model);
+  auto const shape =
+      config ? model_shape(*config) : Result<ModelShape>(cuda::std::unexpected<Error>(config.error()));
+  if (!shape) {
+    std::fprintf(stderr, "%s\n", shape.error().message.c_str());
+    return 2;
+  }
+  Report const report = inspect(directory, model, *shape, expected);
+  json ? print_json(report, *shape) : print_text(report, *shape);
+  return report.held() ? 0 : 1;
+}
