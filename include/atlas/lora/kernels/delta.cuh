@@ -18,10 +18,11 @@
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
-#include "atlas/lora/kernels/delta_kernels.cuh"
+#include "atlas/lora/kernels/delta_kernel.cuh"
 #include "atlas/lora/kernels/delta_params.hpp"
 #include "atlas/lora/kernels/launch.cuh"
 #include "atlas/lora/kernels/machine.hpp"
+#include "atlas/lora/kernels/split_kernels.cuh"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
 #include "atlas/lora/pool/pair.hpp"
@@ -44,10 +45,12 @@ bool aligned(T const* pointer, std::int64_t stride) noexcept {
 /// Whether a table's fields are such that kernels can read through it.
 template <Element T>
 bool usable(RouteTable<T> const& table) noexcept {
+  constexpr std::int64_t widest = std::int64_t{1} << 30;
   bool const cells =
       reinterpret_cast<std::uintptr_t>(table.cells) % 16 == 0 && table.cell_stride_bytes % 16 == 0;
   return cells && table.cell_stride_bytes >= static_cast<std::int64_t>(sizeof(RouteCell<T>)) &&
-         table.max_slots >= 0 && table.max_rank >= 0 && table.k_in >= 1 && table.n_out >= 1;
+         table.max_slots >= 0 && table.max_rank >= 0 && table.k_in >= 1 && table.n_out >= 1 &&
+         table.k_in <= widest && table.n_out <= widest;
 }
 
 /// Whether a plan can be read for `rows` rows.
@@ -74,7 +77,7 @@ bool complete(Operands<T, Y>& p, bool reads_x, bool writes_y) noexcept {
     width += static_cast<std::int32_t>(round_up(projection.table.max_rank, block_elements));
     p.segment_rank_tiles += rank_tiles(projection.table.max_rank);
   }
-  p.xa_shared_stride = xa_stride_for(width, sizeof(T));
+  p.xa_shared_stride = shared_stride(width, sizeof(T));
   return true;
 }
 
@@ -99,20 +102,46 @@ bool idle(Operands<T, Y> const& p) noexcept {
 /// The launch of a kernel whose teams are clusters.
 inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t tiles, std::size_t shared,
                               Machine const& machine) noexcept {
-  std::int32_t const resident = machine.multiprocessors * tuning.blocks_per_multiprocessor / tuning.cluster;
+  bool const two = shared <= shared_budget(machine, 2) && tuning.grid_per_multiprocessor >= 2;
+  std::int32_t const resident = machine.resident_teams(tuning.cluster, two ? 2 : 1);
   std::int32_t const teams = std::max(1, std::min(tiles, resident));
   return {teams * tuning.cluster, tuning.threads, tuning.cluster, shared};
 }
 
-template <class Tuning, Element T, Element Y, class Source>
-cudaError_t launch_whole(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
-                         Machine const& machine, cudaStream_t stream) noexcept {
-  std::size_t const shared = chunk_bytes + segment_bytes + xa_bytes(p.xa_shared_stride, sizeof(T));
-  if (shared > machine.shared_bytes_per_block || Tuning::value.cluster > machine.max_cluster) {
-    return cudaErrorInvalidValue;
+/// Lays out the shared memory of the one-launch kernel: as many stages as fit beside the blocks that
+/// registers allow, or, where too few would, beside none.
+template <Element T, Element Y>
+std::size_t lay_out(Operands<T, Y>& p, DeltaTuning const& tuning, Machine const& machine) noexcept {
+  std::int32_t max_rank = 0;
+  for (int i = 0; i < p.num_projections; ++i) max_rank = std::max(max_rank, p.projections[i].table.max_rank);
+  std::size_t const fixed = delta_fixed_bytes<T>(p.xa_shared_stride);
+  Contraction const cut(p.k_in);
+  DeltaStages stages;
+  for (std::int32_t blocks = tuning.blocks_per_multiprocessor; blocks >= 1; --blocks) {
+    std::size_t const budget = std::min(machine.shared_bytes_per_block, shared_budget(machine, blocks));
+    if (budget < fixed) continue;
+    stages = delta_stages(cut, max_rank, sizeof(T), budget - fixed);
+    if (stages.count >= 3 || (blocks == 1 && stages.count >= 2)) break;
   }
-  return launch(delta_kernel<T, Y, Source, Tuning>, team_shape(Tuning::value, tiles, shared, machine),
-                machine, stream, p, source);
+  if (stages.count < 2) return 0;
+  stages.count = std::min(stages.count, max_stages);
+  p.shape.set(cut, stages, sizeof(T));
+  for (int i = 0; i < p.num_projections; ++i) {
+    p.shape.first_output[i + 1] = p.shape.first_output[i] + output_tiles(p.projections[i].table.n_out);
+    p.shape.xa_offset[i] = xa_shared_offset(p, i);
+  }
+  return fixed + static_cast<std::size_t>(stages.bytes) * static_cast<std::size_t>(stages.count);
+}
+
+template <class Tuning, Element T, Element Y, class Source>
+cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t tiles, Machine const& machine,
+                         cudaStream_t stream) noexcept {
+  std::size_t const shared = lay_out(p, Tuning::value, machine);
+  if (shared == 0 || Tuning::value.cluster > machine.max_cluster) return cudaErrorInvalidValue;
+  LaunchShape shape = team_shape(Tuning::value, tiles, shared, machine);
+  shape.threads += warp_threads;
+  if (p.wide) return launch(delta_kernel<true, T, Y, Source, Tuning>, shape, machine, stream, p, source);
+  return launch(delta_kernel<false, T, Y, Source, Tuning>, shape, machine, stream, p, source);
 }
 
 template <class Tuning, Element T, class Source>
@@ -124,6 +153,18 @@ cudaError_t launch_sums(Operands<T, T> const& p, Source const& source, std::int3
   }
   return launch(shrink_kernel<T, T, Source, Tuning>, team_shape(Tuning::value, tiles, shared, machine),
                 machine, stream, p, source);
+}
+
+/// The one-launch form in the tuning that the library picks.
+template <Element T, Element Y, class Source>
+cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
+                         Machine const& machine, cudaStream_t stream) noexcept {
+  switch (delta_tuning(machine.max_cluster, p.rows)) {
+    case 0: return launch_whole<BuiltTuning<0>>(p, source, tiles, machine, stream);
+    case 1: return launch_whole<BuiltTuning<1>>(p, source, tiles, machine, stream);
+    case 2: return launch_whole<BuiltTuning<2>>(p, source, tiles, machine, stream);
+    default: return launch_whole<BuiltTuning<3>>(p, source, tiles, machine, stream);
+  }
 }
 
 /// The launch of a kernel whose row tiles are shared by `parts` independent blocks.
@@ -162,25 +203,39 @@ cudaError_t launch_in_two(Operands<T, Y> p, Source const& source, std::int32_t t
 
 }  // namespace detail
 
+namespace detail {
+
+/// Visits the one-launch kernels of a tuning.
+template <Element T, Element Y, class Source, class Tuning, class Visit>
+void visit_whole(Visit const& visit) {
+  visit(reinterpret_cast<void const*>(&delta_kernel<true, T, Y, Source, Tuning>), Tuning::value.cluster,
+        Tuning::value.threads + warp_threads);
+  visit(reinterpret_cast<void const*>(&delta_kernel<false, T, Y, Source, Tuning>), Tuning::value.cluster,
+        Tuning::value.threads + warp_threads);
+}
+
+/// Visits the one-launch kernels of every tuning that the library picks.
+template <Element T, Element Y, class Source, class Visit>
+void visit_built(Visit const& visit) {
+  visit_whole<T, Y, Source, BuiltTuning<0>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<1>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<2>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<3>>(visit);
+}
+
+}  // namespace detail
+
 /// The operation of `launch_delta` with a plan: whole, in either form.
 template <Element T, Element Y = T>
 struct Delta {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
     using Source = detail::PlanSource;
-    visit_whole<0>(visit);
-    visit_whole<1>(visit);
-    visit_whole<2>(visit);
-    visit(reinterpret_cast<void const*>(&detail::segment_kernel<T, Y, Source, detail::LoneTuning>), 1);
-    visit(reinterpret_cast<void const*>(&detail::expand_kernel<true, T, Y, Source, detail::LoneTuning>), 1);
-  }
-
- private:
-  template <std::size_t Index, class Visit>
-  static void visit_whole(Visit const& visit) {
-    using Tuning = detail::BuiltTuning<Index>;
-    visit(reinterpret_cast<void const*>(&detail::delta_kernel<T, Y, detail::PlanSource, Tuning>),
-          Tuning::value.cluster);
+    detail::visit_built<T, Y, Source>(visit);
+    visit(reinterpret_cast<void const*>(&detail::segment_kernel<T, Y, Source, detail::LoneTuning>), 1,
+          detail::LoneTuning::value.threads);
+    visit(reinterpret_cast<void const*>(&detail::expand_kernel<true, T, Y, Source, detail::LoneTuning>), 1,
+          detail::LoneTuning::value.threads);
   }
 };
 
@@ -235,8 +290,7 @@ template <class Tuning, Element T, Element Y = T>
 struct TunedDelta {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
-    visit(reinterpret_cast<void const*>(&detail::delta_kernel<T, Y, detail::PlanSource, Tuning>),
-          Tuning::value.cluster);
+    detail::visit_whole<T, Y, detail::PlanSource, Tuning>(visit);
   }
 };
 
@@ -267,11 +321,7 @@ template <Element T, Element Y>
   if (detail::idle(p)) return cudaSuccess;
   std::int32_t const tiles = max_row_tiles(p.rows, p.plan.max_groups);
   detail::PlanSource const source;
-  switch (delta_tuning(machine.max_cluster, p.rows)) {
-    case 0: return detail::launch_whole<detail::BuiltTuning<0>>(p, source, tiles, machine, stream);
-    case 1: return detail::launch_whole<detail::BuiltTuning<1>>(p, source, tiles, machine, stream);
-    default: return detail::launch_whole<detail::BuiltTuning<2>>(p, source, tiles, machine, stream);
-  }
+  return detail::launch_built(p, source, tiles, machine, stream);
 }
 
 /// The operation of `launch_shrink` and `launch_expand`.
@@ -281,9 +331,12 @@ struct SplitDelta {
   static void for_each_kernel(Visit const& visit) {
     using Source = detail::PlanSource;
     using Tuning = detail::BuiltTuning<1>;
-    visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, Tuning>), Tuning::value.cluster);
-    visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, detail::LoneTuning>), 1);
-    visit(reinterpret_cast<void const*>(&detail::expand_kernel<false, T, Y, Source, detail::LoneTuning>), 1);
+    visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, Tuning>), Tuning::value.cluster,
+          Tuning::value.threads);
+    visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, detail::LoneTuning>), 1,
+          detail::LoneTuning::value.threads);
+    visit(reinterpret_cast<void const*>(&detail::expand_kernel<false, T, Y, Source, detail::LoneTuning>), 1,
+          detail::LoneTuning::value.threads);
   }
 };
 

@@ -59,9 +59,29 @@ __device__ inline Pack<Y> folded(Pack<Y> const& y, Pack<T> const& delta, float s
   return out;
 }
 
+/// Adds the bias to the sums of an output tile from `first`, rounds, and gives a lane its eight consecutive
+/// outputs of its batch row. A whole warp calls it.
+template <Element T>
+__device__ Pack<T> finish_outputs(RouteCell<T> const& cell, std::int64_t n_out, std::int64_t first,
+                                  Accumulator<T> const (&sums)[2]) {
+  float4 const low = sums[0].finish();
+  float4 const high = sums[1].finish();
+  float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  if (cell.bias != nullptr) {
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      std::int64_t const n = first + output_of(lane_index(), m);
+      float const bias = n < n_out ? widen(cell.bias[n]) : 0.0F;
+      value[2 * m] = add_rn(value[2 * m], bias);
+      value[2 * m + 1] = add_rn(value[2 * m + 1], bias);
+    }
+  }
+  return transpose<T>(value);
+}
+
 /// The rounded delta of outputs `first` to `first + 31` for the tile's rows: of batch row `group()`, the
 /// eight outputs from `first + 8 * quad()`. A whole warp calls it.
-template <class Source, bool Wide, Element T>
+template <bool Wide, Element T>
 __device__ Pack<T> expand_outputs(RouteCell<T> const& cell, std::int32_t rank, std::int64_t n_out,
                                   std::int64_t first, T const* xa, std::int32_t xa_stride) {
   T const* const xa_row = xa + group() * xa_stride + quad() * pack_elements;
@@ -79,19 +99,7 @@ __device__ Pack<T> expand_outputs(RouteCell<T> const& cell, std::int32_t rank, s
     sums[0].add(b[0], b[1], x);
     sums[1].add(b[2], b[3], x);
   }
-  float4 const low = sums[0].finish();
-  float4 const high = sums[1].finish();
-  float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  if (cell.bias != nullptr) {
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      std::int64_t const n = first + output_of(lane_index(), m);
-      float const bias = n < n_out ? widen(cell.bias[n]) : 0.0F;
-      value[2 * m] = add_rn(value[2 * m], bias);
-      value[2 * m + 1] = add_rn(value[2 * m + 1], bias);
-    }
-  }
-  return transpose<T>(value);
+  return finish_outputs(cell, n_out, first, sums);
 }
 
 /// Output tiles of all projections of a launch.
@@ -126,8 +134,8 @@ __device__ void expand_tiles(RowTile<T> const& tile, Operands<T, Y> const& p, Sh
     Y* const y = target.y + row * target.y_row_stride + n;
     std::int64_t const valid = row >= 0 ? n_out - n : 0;
     Pack<Y> const before = load_pack<Wide>(y, valid);
-    Pack<T> const delta = expand_outputs<Source, Wide>(
-        cell, rank, n_out, first, xa + xa_shared_offset(p, projection), p.xa_shared_stride);
+    Pack<T> const delta = expand_outputs<Wide>(cell, rank, n_out, first, xa + xa_shared_offset(p, projection),
+                                               p.xa_shared_stride);
     store_pack<Wide>(y, folded(before, delta, cell.scale), valid);
   }
 }

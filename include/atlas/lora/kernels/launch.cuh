@@ -105,6 +105,35 @@ inline cudaError_t prepare_kernel(void const* kernel, std::int32_t cluster, std:
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
+/// Finds how many clusters of a kernel run at once.
+inline cudaError_t count_clusters(void const* kernel, std::int32_t cluster, std::int32_t threads,
+                                  Machine& machine) noexcept {
+  if (cluster == 1 || cluster > machine.max_cluster || !has_clusters(machine.compute)) return cudaSuccess;
+  std::int32_t row = 0;
+  while (cluster > 2 << row) ++row;
+  for (std::int32_t blocks = 1; blocks <= 2; ++blocks) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(cluster));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = std::min(machine.shared_bytes_per_block, shared_budget(machine, blocks));
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int count = 0;
+    if (cudaError_t const error = cudaOccupancyMaxActiveClusters(&count, kernel, &config);
+        error != cudaSuccess) {
+      return error;
+    }
+    std::int32_t& known = machine.resident_clusters[row][blocks - 1];
+    known = known == 0 ? count : std::min(known, count);
+  }
+  return cudaSuccess;
+}
+
 }  // namespace detail
 
 /// Makes `device` ready for the named operations (`Delta<T, Y>`, `SplitDelta<T, Y>`, `PairDelta<T, Rank, Y>`,
@@ -129,17 +158,23 @@ template <class... Operations>
   machine.compute =
       10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
   machine.multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+  machine.shared_bytes_per_multiprocessor =
+      static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor));
   auto const shared_limit = static_cast<std::size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   if (error != cudaSuccess)
     return cuda::std::unexpected<Error>(detail::device_error("cudaDeviceGetAttribute", error));
   machine.shared_bytes_per_block = shared_limit;
   machine.max_cluster = largest_cluster(machine.compute);
-  auto const visit = [&](void const* kernel, std::int32_t cluster) {
-    if (error == cudaSuccess) error = detail::prepare_kernel(kernel, cluster, shared_limit, machine);
-  };
-  (Operations::for_each_kernel(visit), ...);
-  if (error != cudaSuccess) return cuda::std::unexpected<Error>(detail::device_error("prepare", error));
+  (Operations::for_each_kernel([&](void const* kernel, std::int32_t cluster, std::int32_t) {
+     if (error == cudaSuccess) error = detail::prepare_kernel(kernel, cluster, shared_limit, machine);
+   }),
+   ...);
   if (!has_clusters(machine.compute)) machine.max_cluster = 1;
+  (Operations::for_each_kernel([&](void const* kernel, std::int32_t cluster, std::int32_t threads) {
+     if (error == cudaSuccess) error = detail::count_clusters(kernel, cluster, threads, machine);
+   }),
+   ...);
+  if (error != cudaSuccess) return cuda::std::unexpected<Error>(detail::device_error("prepare", error));
   (machine.add(operation_id<Operations>()), ...);
   return machine;
 }

@@ -13,7 +13,6 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/delta.cuh"
-#include "atlas/lora/kernels/delta_kernels.cuh"
 #include "atlas/lora/kernels/machine.hpp"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/pool/pair.hpp"
@@ -40,19 +39,11 @@ struct PairDelta {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
     using Source = detail::PairSource<T, Rank>;
-    visit_whole<0>(visit);
-    visit_whole<1>(visit);
-    visit_whole<2>(visit);
-    visit(reinterpret_cast<void const*>(&detail::segment_kernel<T, Y, Source, detail::LoneTuning>), 1);
-    visit(reinterpret_cast<void const*>(&detail::expand_kernel<true, T, Y, Source, detail::LoneTuning>), 1);
-  }
-
- private:
-  template <std::size_t Index, class Visit>
-  static void visit_whole(Visit const& visit) {
-    using Tuning = detail::BuiltTuning<Index>;
-    visit(reinterpret_cast<void const*>(&detail::delta_kernel<T, Y, detail::PairSource<T, Rank>, Tuning>),
-          Tuning::value.cluster);
+    detail::visit_built<T, Y, Source>(visit);
+    visit(reinterpret_cast<void const*>(&detail::segment_kernel<T, Y, Source, detail::LoneTuning>), 1,
+          detail::LoneTuning::value.threads);
+    visit(reinterpret_cast<void const*>(&detail::expand_kernel<true, T, Y, Source, detail::LoneTuning>), 1,
+          detail::LoneTuning::value.threads);
   }
 };
 
@@ -95,11 +86,7 @@ template <Element T, std::int32_t Rank, Element Y>
     p.segments = static_cast<float4*>(params.scratch);
     return detail::launch_in_two(p, source, tiles, machine, stream);
   }
-  switch (delta_tuning(machine.max_cluster, p.rows)) {
-    case 0: return detail::launch_whole<detail::BuiltTuning<0>>(p, source, tiles, machine, stream);
-    case 1: return detail::launch_whole<detail::BuiltTuning<1>>(p, source, tiles, machine, stream);
-    default: return detail::launch_whole<detail::BuiltTuning<2>>(p, source, tiles, machine, stream);
-  }
+  return detail::launch_built(p, source, tiles, machine, stream);
 }
 
 }  // namespace atlas::lora::inline v0

@@ -120,6 +120,12 @@ __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
+/// Arrives at the cluster's barrier without releasing anything: only for knowing that the others are there.
+__device__ inline void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
 /// Waits for all threads of the cluster to arrive, acquiring their writes.
 __device__ inline void cluster_wait() {
 #if __CUDA_ARCH__ >= 900

@@ -61,6 +61,10 @@ __device__ inline void write_groups(RowPlan const& plan, std::int32_t* count, st
     groups += new_groups;
     placed += new_rows;
   }
+  for (std::int32_t g = groups + static_cast<std::int32_t>(threadIdx.x); g < plan.max_groups;
+       g += plan_threads) {
+    plan.groups[g] = RowGroup{};
+  }
   if (threadIdx.x == 0) *plan.header = RowPlanHeader{groups, placed, {0, 0}};
 }
 
@@ -107,7 +111,8 @@ __global__ void __launch_bounds__(Threads)
 struct RowPlanning {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
-    visit(reinterpret_cast<void const*>(&detail::row_plan_kernel<detail::plan_threads>), 1);
+    visit(reinterpret_cast<void const*>(&detail::row_plan_kernel<detail::plan_threads>), 1,
+          detail::plan_threads);
   }
 };
 

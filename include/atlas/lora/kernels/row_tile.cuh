@@ -11,6 +11,7 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/delta_params.hpp"
+#include "atlas/lora/kernels/delta_stages.hpp"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/ptx.cuh"
 #include "atlas/lora/kernels/work.hpp"
@@ -37,14 +38,15 @@ struct Operands {
   float4* segments = nullptr;           ///< the two-launch form's scratch of segment sums
   std::int32_t segment_rank_tiles = 0;  ///< rank tiles that `segments` holds per segment
   bool inputs_settled = false;
-  bool wide = false;  ///< x, y and xa allow 16-byte accesses
+  bool wide = false;   ///< x, y and xa allow 16-byte accesses
+  DeltaShape shape{};  ///< of the one-launch kernel
 };
 
 /// A row tile in shared memory.
 template <Element T>
 struct RowTile {
   std::int32_t exists;
-  std::int32_t wide;            ///< all operands allow 16-byte accesses
+  std::int32_t wide;            ///< the weights allow 16-byte accesses
   std::int32_t row[tile_rows];  ///< row index, or -1 for none
   RouteCell<T> cell[max_projections];
   std::int32_t first_rank_tile[max_projections + 1];  ///< prefix counts over the projections
@@ -53,7 +55,7 @@ struct RowTile {
 /// Fills what follows from the cells. One thread calls it.
 template <Element T, Element Y>
 __device__ void describe(RowTile<T>& tile, Operands<T, Y> const& p) {
-  bool wide = p.wide;
+  bool wide = p.k_in % pack_elements == 0;
   std::int32_t first = 0;
   for (int i = 0; i < max_projections; ++i) {
     tile.first_rank_tile[i] = first;
@@ -80,15 +82,16 @@ struct PlanSource {
   __device__ void load(RowTile<T>& tile, Operands<T, Y> const& p, std::int32_t index) const {
     int const lane = lane_index();
     RowPlan const& plan = p.plan;
+    // The first groups are read beside the header: groups that do not occur have no rows.
+    RowGroup mine = lane < plan.max_groups ? plan.groups[lane] : RowGroup{};
     std::int32_t const groups = min(max(plan.header->num_groups, 0), plan.max_groups);
     std::int32_t before = 0;
     RowGroup found{-1, 0, 0, 0};
     bool exists = false;
     for (std::int32_t first = 0; first < groups && !exists; first += warp_threads) {
-      RowGroup mine{-1, 0, 0, 0};
-      if (first + lane < groups) mine = plan.groups[first + lane];
+      if (first > 0) mine = first + lane < groups ? plan.groups[first + lane] : RowGroup{};
       mine.first = min(max(mine.first, 0), plan.capacity_rows);
-      mine.count = min(max(mine.count, 0), plan.capacity_rows - mine.first);
+      mine.count = first + lane < groups ? min(max(mine.count, 0), plan.capacity_rows - mine.first) : 0;
       std::int32_t last = row_tiles(mine.count);
       for (int step = 1; step < warp_threads; step *= 2) {
         std::int32_t const other = __shfl_up_sync(0xffffffffu, last, step);

@@ -39,7 +39,7 @@ struct alignas(16) RowPlanHeader {
 struct RowPlan {
   RowPlanHeader* header = nullptr;
   std::int32_t* row_slots = nullptr;  ///< `[capacity_rows]`: the slot of each row; negative is base
-  RowGroup* groups = nullptr;         ///< `[max_groups]`, the first `num_groups` valid
+  RowGroup* groups = nullptr;         ///< `[max_groups]`, the first `num_groups` valid, zero behind
   std::int32_t* rows = nullptr;       ///< `[capacity_rows]`, the first `num_rows` valid
   std::int32_t capacity_rows = 0;
   std::int32_t max_slots = 0;   ///< slots `>= max_slots` are base
@@ -117,6 +117,7 @@ struct RowPlanLayout {
         RowGroup{static_cast<std::int32_t>(slot), header.num_rows, count, 0};
     header.num_rows += count;
   }
+  std::fill(groups.begin() + header.num_groups, groups.end(), RowGroup{});
   for (std::size_t i = 0; i < capacity; ++i) {
     if (row_slots[i] < 0) continue;
     std::int32_t& place = next[static_cast<std::size_t>(row_slots[i])];

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// The kernels of the delta: the whole one, whose blocks share a row tile within a cluster, and the halves.
+// The kernels of the delta in two launches: shrink and expand, with complete sums of xa between them, or
+// segment sums where one launch's blocks cannot exchange. Weights go from device memory straight to
+// registers.
 //
 // A team of blocks works on one row tile: each takes a share of the segments for the shrink and a share of
-// the output tiles for the expand. In the whole kernel a team is a cluster and segment sums cross by
-// distributed shared memory; otherwise they cross by a scratch and a second launch.
+// the output tiles for the expand. In the split form's shrink a team is a cluster where there are any.
 #pragma once
 
 #include <cstddef>
@@ -27,15 +28,6 @@ namespace atlas::lora::inline v0::detail {
 /// Dynamic shared memory, in order: chunk sums, two buffers of segment sums, xa.
 inline constexpr std::size_t chunk_bytes = sizeof(float4) * chunk_sums * warp_threads;
 inline constexpr std::size_t segment_bytes = 2 * sizeof(float4) * segment_buffer;
-
-/// Elements between rows of xa in shared memory that holds `width` elements a row: rows lie 64 bytes apart
-/// modulo 128, so that the eight lanes of a 16-byte access phase, four packs of two rows, touch all banks
-/// once.
-ATLAS_HD constexpr std::int32_t xa_stride_for(std::int32_t width, std::size_t element_bytes) noexcept {
-  std::size_t const bytes = static_cast<std::size_t>(width) * element_bytes;
-  std::size_t const pad = bytes % 128 == 64 ? 0 : (192 - bytes % 128) % 128;
-  return width + static_cast<std::int32_t>(pad / element_bytes);
-}
 
 /// Bytes of xa in shared memory.
 ATLAS_HD constexpr std::size_t xa_bytes(std::int32_t stride, std::size_t element_bytes) noexcept {
@@ -153,64 +145,6 @@ __device__ void shrink_by_cluster(RowTile<T> const& tile, Operands<T, Y> const& 
   }
 }
 
-/// The whole delta in one launch. The grid is a multiple of the cluster; clusters take row tiles in turn.
-template <Element T, Element Y, class Source, class Tuning>
-__global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_per_multiprocessor)
-    delta_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
-  constexpr int cluster = Tuning::value.cluster;
-  extern __shared__ float4 shared[];
-  RowTile<T>& tile = shared_row_tile<T>();
-  float4* const chunks = shared;
-  float4* const buffers = chunks + chunk_sums * warp_threads;
-  T* const xa = reinterpret_cast<T*>(buffers + 2 * segment_buffer);
-  int const block = static_cast<int>(blockIdx.x) % cluster;
-  Share const outputs = share_of(total_output_tiles(p), cluster, block);
-
-  // The first barrier's other half stands before the first store to another block, which must have started.
-  if constexpr (cluster > 1) cluster_arrive();
-  bool started = false;
-  bool entered = !p.inputs_settled;
-  if (entered) enter();
-  int parity = 0;
-  for (auto index = static_cast<std::int32_t>(blockIdx.x) / cluster;;
-       index += static_cast<std::int32_t>(gridDim.x) / cluster) {
-    load_row_tile(tile, source, p, index);
-    if (tile.exists == 0) break;
-    if (!entered) {
-      prefetch_weights<Source>(tile, p, share_of(Contraction(p.k_in).segments(), cluster, block), outputs);
-      enter();
-      entered = true;
-    }
-    if constexpr (cluster > 1) {
-      if (!started) cluster_wait();
-      started = true;
-    }
-    clear_xa(p, xa);
-    auto const work = [&]<bool Wide>() {
-      shrink_by_cluster<Source, Wide, cluster>(
-          tile, p, block, chunks, buffers, parity, [&](Share ranks, float4 const* buffer) {
-            fold_segments<Source>(
-                tile, p, ranks, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
-                [buffer](std::int32_t segment, std::int32_t rank_tile, int lane) {
-                  return buffer[(segment * slab_rank_tiles + rank_tile) * warp_threads + lane];
-                },
-                SharedXa<T, Y>{p, xa});
-          });
-      __syncthreads();
-      expand_tiles<Source, Wide>(tile, p, outputs, xa);
-    };
-    if (tile.wide != 0) {
-      work.template operator()<true>();
-    } else {
-      work.template operator()<false>();
-    }
-  }
-  if (!entered) enter();
-  if constexpr (cluster > 1) {
-    if (!started) cluster_wait();
-  }
-}
-
 /// The first half into complete sums, xa in T.
 template <Element T, Element Y, class Source, class Tuning>
 __global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_per_multiprocessor)
@@ -251,7 +185,7 @@ __global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_pe
                 ScratchXa<T, Y>{p, tile});
           });
     };
-    if (tile.wide != 0) {
+    if (tile.wide != 0 && p.wide) {
       work.template operator()<true>();
     } else {
       work.template operator()<false>();
@@ -291,7 +225,7 @@ __global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_pe
             p.segments[segment_place(p, index, segment, rank_tile, lane)] = sum;
           });
     };
-    if (tile.wide != 0) {
+    if (tile.wide != 0 && p.wide) {
       work.template operator()<true>();
     } else {
       work.template operator()<false>();
@@ -343,7 +277,7 @@ __global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_pe
       }
     }
     __syncthreads();
-    if (tile.wide != 0) {
+    if (tile.wide != 0 && p.wide) {
       expand_tiles<Source, true>(tile, p, outputs, xa);
     } else {
       expand_tiles<Source, false>(tile, p, outputs, xa);

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// A row's bits depend on its x, its y and its pair, and on nothing else of the batch, the memory or the
+// launch.
+#include "support.cuh"
+
+namespace atlas_test {
+namespace {
+
+/// The bytes of one row of projection p.
+template <Element T>
+std::vector<T> row_of(Batch<T> const& batch, std::vector<std::vector<T>> const& y, std::size_t p,
+                      std::int32_t row) {
+  auto const first = y[p].begin() + batch.shape().offset + row * batch.y_stride(p);
+  return std::vector<T>(first, first + batch.shape().n_out[p]);
+}
+
+std::int64_t width() { return small_shapes() ? 416 : 8192; }
+
+}  // namespace
+
+TEST_SUITE("gpu") {
+  TEST_CASE_TEMPLATE("a row alone, first, last, and among other adapters has the same bits", T, float, __half,
+                     __nv_bfloat16) {
+    Shape const shape{.k_in = width(), .n_out = {320}, .ranks = {32, 16, 8, 64, 4}, .seed = 3};
+    Batch<T> const alone(shape, {0});
+    auto const want = row_of(alone, alone.run(Form::split), 0, 0);
+    for (std::int32_t const rows : {2, 8, 9, 64, 200}) {
+      for (std::int32_t const place : {0, rows / 2, rows - 1}) {
+        for (bool const same : {true, false}) {
+          std::vector<std::int32_t> slots = mixed_slots(rows, 5, static_cast<std::uint64_t>(rows));
+          if (same) std::fill(slots.begin(), slots.end(), 0);
+          slots[static_cast<std::size_t>(place)] = 0;
+          Batch<T> batch(shape, slots);
+          batch.copy_row(place, alone, 0);
+          for (Form const form : all_forms) {
+            if (!runs<T, T>(form)) continue;
+            INFO(name(form) << ", row " << place << " of " << rows);
+            CHECK(same_bytes(row_of(batch, batch.run(form), 0, place), want));
+          }
+        }
+      }
+      if (small_shapes() && rows >= 9) break;
+    }
+  }
+
+  TEST_CASE_TEMPLATE("two hundred runs give the same bits", T, float, __half, __nv_bfloat16) {
+    Shape const shape{.k_in = width(), .n_out = {512}, .ranks = {32, 16}};
+    Batch<T> const batch(shape, mixed_slots(24, 2, 5));
+    auto const want = batch.run(Form::automatic);
+    int const repeats = small_shapes() ? 3 : 200;
+    for (int i = 0; i < repeats; ++i) REQUIRE(same_bytes(batch.run(Form::automatic)[0], want[0]));
+  }
+
+  TEST_CASE_TEMPLATE("alignment, strides, slot and the pool's rank do not change bits", T, float, __half,
+                     __nv_bfloat16) {
+    // The values come from the seed alone, and the pair under test is drawn first.
+    std::vector<std::int32_t> const slots(11, 0);
+    Shape const plain{.k_in = 416, .n_out = {200}, .ranks = {24}, .seed = 9};
+    Batch<T> const first(plain, slots);
+    auto const want = first.run(Form::split);
+    std::vector<Shape> others;
+    others.push_back({.k_in = 416, .n_out = {200}, .ranks = {24}, .offset = 1, .seed = 9});
+    others.push_back({.k_in = 416, .n_out = {200}, .ranks = {24}, .x_pad = 3, .y_pad = 1, .seed = 9});
+    others.push_back({.k_in = 416, .n_out = {200}, .ranks = {24}, .x_pad = 8, .y_pad = 24, .seed = 9});
+    others.push_back({.k_in = 416, .n_out = {200}, .ranks = {24}, .max_rank = 64, .seed = 9});
+    others.push_back({.k_in = 416, .n_out = {200}, .ranks = {24}, .max_rank = 256, .tight = true, .seed = 9});
+    for (Shape const& shape : others) {
+      Batch<T> batch(shape, slots);
+      for (std::int32_t r = 0; r < batch.rows(); ++r) batch.copy_row(r, first, r);
+      for (Form const form : all_forms) {
+        if (!runs<T, T>(form)) continue;
+        auto const got = batch.run(form);
+        for (std::int32_t r = 0; r < batch.rows(); ++r) {
+          INFO(name(form) << ", row " << r << ", offset " << shape.offset << ", pads " << shape.x_pad << " "
+                          << shape.y_pad << ", max_rank " << shape.max_rank);
+          CHECK(same_bytes(row_of(batch, got, 0, r), row_of(first, want, 0, r)));
+        }
+      }
+    }
+  }
+
+  TEST_CASE_TEMPLATE("one projection or three in a launch, the same bits", T, float, __half, __nv_bfloat16) {
+    Shape const three{.k_in = 512, .n_out = {96, 64, 40}, .ranks = {16, 40}};
+    Batch<T> const batch(three, mixed_slots(21, 2, 23));
+    auto const want = batch.run(Form::automatic);
+    for (std::size_t p = 0; p < 3; ++p) {
+      std::vector<DeviceArray<T>> y = batch.upload_y();
+      DeviceArray<T> const xa = batch.make_xa();
+      DeviceArray<std::byte> const scratch = batch.make_scratch();
+      for (Form const form : {Form::automatic, Form::two_launches, Form::split}) {
+        y[p].upload(batch.y()[p]);
+        DeltaParams<T> params = batch.params(y);
+        params.projections[0] = params.projections[p];
+        params.num_projections = 1;
+        batch.enqueue(form, params, xa, scratch, nullptr);
+        CUDA_OK(cudaDeviceSynchronize());
+        INFO(name(form) << ", projection " << p);
+        CHECK(same_bytes(y[p].download(), want[p]));
+      }
+    }
+  }
+
+  TEST_CASE_TEMPLATE("a prefill cut into windows has the bits of one window, and of decode", T, float, __half,
+                     __nv_bfloat16) {
+    std::int32_t const rows = small_shapes() ? 40 : 700;
+    std::vector<std::int32_t> slots(static_cast<std::size_t>(rows));
+    for (std::int32_t r = 0; r < rows; ++r)
+      slots[static_cast<std::size_t>(r)] = r < rows / 3 ? 1 : r < rows / 2 ? -1 : 0;
+    Shape const shape{.k_in = 512, .n_out = {128}, .ranks = {16, 64}, .y_pad = 8};
+    Batch<T> const whole(shape, slots);
+    auto const want = whole.run(Form::automatic);
+    for (std::int32_t const window : {1, 7, 64, 333}) {
+      for (std::int32_t first = 0; first < rows; first += window * (window == 1 ? 97 : 1)) {
+        std::int32_t const here = std::min(window, rows - first);
+        Batch<T> part(shape, {slots.begin() + first, slots.begin() + first + here});
+        for (std::int32_t r = 0; r < here; ++r) part.copy_row(r, whole, first + r);
+        auto const got = part.run(Form::automatic);
+        bool same = true;
+        for (std::int32_t r = 0; r < here; ++r) {
+          same = same && same_bytes(row_of(part, got, 0, r), row_of(whole, want, 0, first + r));
+        }
+        INFO("window of " << here << " rows at " << first);
+        CHECK(same);
+        if (small_shapes() && first > 0) break;
+      }
+    }
+  }
+}
+
+}  // namespace atlas_test
