@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+#include "atlas/lora/kernels/tuning.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <iterator>
+
+#include "atlas/lora/kernels/machine.hpp"
+
+namespace {
+
+using namespace atlas::lora;
+
+constexpr bool all_valid() {
+  for (DeltaTuning const& tuning : delta_tunings) {
+    if (!valid(tuning)) return false;
+  }
+  return true;
+}
+static_assert(all_valid(), "a tuning of the library cannot be built");
+static_assert(!valid(DeltaTuning{128, 8, 2, 2}) && !valid(DeltaTuning{256, 3, 2, 2}) &&
+              !valid(DeltaTuning{256, 32, 1, 1}));
+static_assert(!valid(DeltaTuning{768, 8, 3, 1}));  // 2,304 threads a multiprocessor
+static_assert(delta_form(80) == DeltaForm::two_launches && delta_form(89) == DeltaForm::two_launches);
+static_assert(delta_form(90) == DeltaForm::one_launch && delta_form(121) == DeltaForm::one_launch);
+static_assert(largest_cluster(80) == 1 && largest_cluster(90) == 16 && largest_cluster(103) == 16);
+static_assert(largest_cluster(120) == 8 && largest_cluster(121) == 8);
+
+TEST_CASE("the choice is total and never a cluster that the machine does not have") {
+  for (std::int32_t const compute : {90, 100, 103, 120, 121}) {
+    for (std::int32_t const rows : {1, 2, 3, 64, 128, 129, 512, 513, 8192, 1 << 30}) {
+      std::size_t const choice = delta_tuning(largest_cluster(compute), rows);
+      REQUIRE(choice < std::size(delta_tunings));
+      CHECK(delta_tunings[choice].cluster <= largest_cluster(compute));
+    }
+  }
+}
+
+TEST_CASE("a machine knows what was prepared, and refuses more than it can note") {
+  Machine machine;
+  int names[Machine::max_operations + 1] = {};
+  CHECK_FALSE(machine.prepared(&names[0]));
+  for (int i = 0; i < Machine::max_operations; ++i) REQUIRE(machine.add(&names[i]));
+  CHECK_FALSE(machine.add(&names[Machine::max_operations]));
+  CHECK(machine.prepared(&names[0]));
+  CHECK_FALSE(machine.prepared(&names[Machine::max_operations]));
+}
+
+TEST_CASE("resident teams come from the counts of their cluster size, and are at least one") {
+  Machine machine;
+  machine.multiprocessors = 132;
+  machine.resident_clusters[0][0] = 66;
+  machine.resident_clusters[2][1] = 30;
+  CHECK(machine.resident_teams(1, 2) == 264);
+  CHECK(machine.resident_teams(2, 1) == 66);
+  CHECK(machine.resident_teams(8, 2) == 30);
+  CHECK(machine.resident_teams(16, 1) == 1);
+}
+
+}  // namespace
