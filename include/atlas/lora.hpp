@@ -31,8 +31,15 @@
 
 #include "atlas/lora/kernels/contraction.hpp"
 #include "atlas/lora/kernels/delta_params.hpp"
+#include "atlas/lora/kernels/delta_stages.hpp"
 #include "atlas/lora/kernels/machine.hpp"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
 
 #include "atlas/lora/reference/delta.hpp"
+
+#if defined(__CUDACC__)
+#include "atlas/lora/kernels/delta.cuh"
+#include "atlas/lora/kernels/pair_delta.cuh"
+#include "atlas/lora/kernels/row_plan.cuh"
+#endif

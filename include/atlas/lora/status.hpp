@@ -4,8 +4,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
+#include <variant>
 
 #include <cuda/std/expected>
 
@@ -95,9 +98,57 @@ inline Error& Error::operator=(Error const&) = default;
 inline Error& Error::operator=(Error&&) noexcept = default;
 inline Error::~Error() = default;
 
-/// The outcome of a fallible host function: its value, or what went wrong.
+/// The outcome of a fallible host function: its value, or what went wrong. The part of `std::expected` that
+/// the library needs; not CCCL's, whose members are for host and device, so that nvcc warns about every value
+/// that owns memory.
 template <class T>
-using Result = cuda::std::expected<T, Error>;
+class Result {
+ public:
+  using value_type = T;
+  using error_type = Error;
+
+  Result() requires std::is_default_constructible_v<T>
+  = default;
+  template <class U = T>
+  requires std::is_constructible_v<T, U> &&(!std::is_same_v<std::remove_cvref_t<U>, Result>)&&(
+      !std::is_same_v<std::remove_cvref_t<U>, cuda::std::unexpected<Error>>)Result(U&& value)
+      : outcome_(std::in_place_index<0>, std::forward<U>(value)) {}
+  Result(cuda::std::unexpected<Error> error) : outcome_(std::in_place_index<1>, std::move(error).error()) {}
+
+  [[nodiscard]] bool has_value() const noexcept { return outcome_.index() == 0; }
+  [[nodiscard]] explicit operator bool() const noexcept { return has_value(); }
+  [[nodiscard]] T& operator*() & noexcept { return *std::get_if<0>(&outcome_); }
+  [[nodiscard]] T const& operator*() const& noexcept { return *std::get_if<0>(&outcome_); }
+  [[nodiscard]] T&& operator*() && noexcept { return std::move(*std::get_if<0>(&outcome_)); }
+  [[nodiscard]] T* operator->() noexcept { return std::get_if<0>(&outcome_); }
+  [[nodiscard]] T const* operator->() const noexcept { return std::get_if<0>(&outcome_); }
+  [[nodiscard]] Error& error() & noexcept { return *std::get_if<1>(&outcome_); }
+  [[nodiscard]] Error const& error() const& noexcept { return *std::get_if<1>(&outcome_); }
+  [[nodiscard]] Error&& error() && noexcept { return std::move(*std::get_if<1>(&outcome_)); }
+
+ private:
+  std::variant<T, Error> outcome_;
+};
+
+/// Success has no value of its own.
+template <>
+class Result<void> {
+ public:
+  using value_type = void;
+  using error_type = Error;
+
+  Result() = default;
+  Result(cuda::std::unexpected<Error> error) : error_(std::move(error).error()) {}
+
+  [[nodiscard]] bool has_value() const noexcept { return !error_.has_value(); }
+  [[nodiscard]] explicit operator bool() const noexcept { return has_value(); }
+  [[nodiscard]] Error& error() & noexcept { return *error_; }
+  [[nodiscard]] Error const& error() const& noexcept { return *error_; }
+  [[nodiscard]] Error&& error() && noexcept { return std::move(*error_); }
+
+ private:
+  std::optional<Error> error_;
+};
 
 /// Makes the failing outcome of any `Result<T>`.
 [[nodiscard]] inline cuda::std::unexpected<Error> fail(Errc code, std::string message) {

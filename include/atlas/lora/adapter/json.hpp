@@ -97,8 +97,15 @@ template <class Handler>
   return handler.error();
 }
 
-struct JsonMember;
-using JsonArray = std::vector<class JsonValue>;
+/// A template, so that it is completed when first used and not while `JsonValue` is being defined (nvcc
+/// insists).
+template <class Value>
+struct NamedValue {
+  std::string name;
+  Value value;
+};
+using JsonMember = NamedValue<class JsonValue>;
+using JsonArray = std::vector<JsonValue>;
 using JsonObject = std::vector<JsonMember>;  ///< in the file's order; no name twice
 
 /// One parsed value. Integers that fit in 64 bits are kept apart from other numbers: 16 and 16.0 differ.
@@ -123,11 +130,6 @@ class JsonValue {
 
  private:
   std::variant<std::nullptr_t, bool, std::int64_t, double, std::string, JsonArray, JsonObject> value_;
-};
-
-struct JsonMember {
-  std::string name;
-  JsonValue value;
 };
 
 inline JsonValue const* JsonValue::find(std::string_view name) const noexcept {

@@ -35,7 +35,7 @@ namespace detail {
 }
 
 /// `n` rounded up to a multiple of `step`; `n` at most 2^63.
-[[nodiscard]] constexpr std::size_t round_up(std::size_t n, std::size_t step) noexcept {
+[[nodiscard]] constexpr std::size_t aligned_up(std::size_t n, std::size_t step) noexcept {
   return (n + step - 1) / step * step;
 }
 }  // namespace detail
@@ -103,7 +103,7 @@ class SlotLayout {
     if (!b) return false;
     auto const end = detail::multiply_add(n_out, rank_bytes, *b);
     if (!end) return false;
-    std::size_t const bias = detail::round_up(n_out * element_bytes, 16);  // n_out fits 31 bits
+    std::size_t const bias = detail::aligned_up(n_out * element_bytes, 16);  // n_out fits 31 bits
     auto const bias_end = detail::multiply_add(1, bias, bias_bytes_);
     auto const site = detail::multiply_add(1, bias, *end - next.a);
     if (!bias_end || !site) return false;

@@ -84,7 +84,7 @@ struct PoolMemory {
   // Where the next part begins: behind `count` times `bytes`, aligned as allocations are.
   static std::optional<std::size_t> after(std::size_t begin, std::size_t count, std::size_t bytes) {
     auto const end = multiply_add(count, bytes, begin);
-    return end ? multiply_add(1, round_up(*end, 256), 0) : end;
+    return end ? multiply_add(1, aligned_up(*end, 256), 0) : end;
   }
 
   static std::string check(PoolOptions const& options) {

@@ -277,13 +277,13 @@ class AdapterPool {
     if (!site)
       return fail(Errc::not_found,
                   "layer " + std::to_string(layer) + ": the model has no '" + name + "' there");
-    Module const& module = shape().module(shape().sites()[*site]);
+    Module const& at = shape().module(shape().sites()[*site]);
     return RouteTable<T>{state_->record(0) + *site,
                          static_cast<std::int64_t>(state_->memory.record_bytes),
                          max_slots(),
                          layout().max_rank(),
-                         module.k_in,
-                         module.n_out};
+                         at.k_in,
+                         at.n_out};
   }
 
   Result<void> refuse_capture(Stream stream) const {

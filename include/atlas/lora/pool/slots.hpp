@@ -233,7 +233,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   }
   void give_back_place(std::int32_t place) { free_places_.push_back(place); }
 
-  /// Ends what only waited for work that is now done: places that drained, and tenants that lost their name.
+  /// Ends the tenancies that lost their name and only waited for readers: their places are spare again.
   void settle() {
     for (Slot& slot : slots) {
       if (!slot.tenant || slot.named || slot.staged || !unread(slot)) continue;
@@ -241,11 +241,6 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
       slot.tenant.reset();
       slot.blank_due = true;
     }
-    std::erase_if(draining_, [&](Draining const& draining) {
-      bool const passed = all_passed(draining.stamps);
-      if (passed) give_back_place(draining.place);
-      return passed;
-    });
   }
 
   // --- tenants come and go
@@ -313,11 +308,11 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   }
 
   /// The staged content of `slot` becomes its tenant and takes over its name; the bytes of the tenant before
-  /// drain, and so does the slot that had the name.
+  /// are spare again, and the slot that had the name drains.
   void publish(Slot& slot) {
     if (std::int32_t const before = published(slot.staged->name); before != base_slot)
       at(before).named = false;
-    if (slot.tenant) draining_.push_back(Draining{slot.tenant->place, slot.stamps});
+    if (slot.tenant) give_back_place(slot.tenant->place);  // unread since it was staged over
     slot.tenant = std::exchange(slot.staged, std::nullopt);
     slot.named = true;
     slot.blank_due = false;
@@ -347,11 +342,6 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   }
 
  private:
-  struct Draining {
-    std::int32_t place = 0;
-    Stamps stamps;
-  };
-
   template <class Condition>
   std::int32_t find(Condition const& condition) const noexcept {
     auto const found = std::find_if(slots.begin(), slots.end(), condition);
@@ -367,13 +357,12 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   }
 
   void unstage(Slot& slot) {
-    draining_.push_back(Draining{slot.staged->place, slot.stamps});
+    give_back_place(slot.staged->place);
     slot.staged.reset();
   }
 
   std::int32_t pinned_;
   std::vector<std::int32_t> free_places_;
-  std::vector<Draining> draining_;
   std::uint64_t tick_ = 0;
   std::uint64_t tenancies_ = 0;
 };
