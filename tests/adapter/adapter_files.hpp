@@ -53,6 +53,8 @@ class TemporaryFolder {
   /// Writes a file and returns its path.
   std::string write(std::string const& name, std::string_view content) const {
     std::string const file = path_ + "/" + name;
+    std::error_code ignored;
+    std::filesystem::remove(file, ignored);  // some file systems wait for the disk when a file is written anew
     std::ofstream(file, std::ios::binary).write(content.data(), static_cast<std::streamsize>(content.size()));
     return file;
   }

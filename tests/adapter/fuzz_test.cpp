@@ -27,18 +27,23 @@ void* allocate(std::size_t bytes) {
 }
 }  // namespace
 
-void* operator new(std::size_t bytes) {
+// Never inlined: g++ takes the halves of an inlined pair for a mismatch.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
   void* const memory = allocate(bytes);
   if (memory == nullptr) std::abort();
   return memory;
 }
-void* operator new[](std::size_t bytes) { return operator new(bytes); }
-void* operator new(std::size_t bytes, std::nothrow_t const&) noexcept { return allocate(bytes); }
-void* operator new[](std::size_t bytes, std::nothrow_t const&) noexcept { return allocate(bytes); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void* operator new[](std::size_t bytes) { return operator new(bytes); }
+[[gnu::noinline]] void* operator new(std::size_t bytes, std::nothrow_t const&) noexcept {
+  return allocate(bytes);
+}
+[[gnu::noinline]] void* operator new[](std::size_t bytes, std::nothrow_t const&) noexcept {
+  return allocate(bytes);
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
 using namespace atlas::lora;
 using namespace atlas::lora::testing;
