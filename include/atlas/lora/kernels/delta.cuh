@@ -31,8 +31,8 @@ namespace atlas::lora::inline v0 {
 
 namespace detail {
 
-template <std::size_t Index>
-using BuiltTuning = Constant<DeltaTuning, delta_tunings[Index]>;
+template <std::size_t Index, Element T>
+using BuiltTuning = Constant<DeltaTuning, tuned_for(delta_tunings[Index], sizeof(T))>;
 /// The tuning of kernels whose blocks do not form clusters.
 using LoneTuning = Constant<DeltaTuning, DeltaTuning{256, 1, 2}>;
 
@@ -100,9 +100,9 @@ bool idle(Operands<T, Y> const& p) noexcept {
 }
 
 /// The launch of a kernel whose teams are clusters.
-inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t tiles, std::size_t shared,
-                              Machine const& machine) noexcept {
-  bool const two = shared <= shared_budget(machine, 2) && tuning.grid_per_multiprocessor >= 2;
+inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t blocks, std::int32_t tiles,
+                              std::size_t shared, Machine const& machine) noexcept {
+  bool const two = shared <= shared_budget(machine, 2) && blocks >= 2 && tuning.grid_per_multiprocessor >= 2;
   std::int32_t const resident = machine.resident_teams(tuning.cluster, two ? 2 : 1);
   std::int32_t const teams = std::max(1, std::min(tiles, resident));
   return {teams * tuning.cluster, tuning.threads, tuning.cluster, shared};
@@ -117,7 +117,7 @@ std::size_t lay_out(Operands<T, Y>& p, DeltaTuning const& tuning, Machine const&
   std::size_t const fixed = delta_fixed_bytes<T>(p.xa_shared_stride);
   Contraction const cut(p.k_in);
   DeltaStages stages;
-  for (std::int32_t blocks = tuning.blocks_per_multiprocessor; blocks >= 1; --blocks) {
+  for (std::int32_t blocks = blocks_of(tuning, sizeof(T)); blocks >= 1; --blocks) {
     std::size_t const budget = std::min(machine.shared_bytes_per_block, shared_budget(machine, blocks));
     if (budget < fixed) continue;
     stages = delta_stages(cut, max_rank, sizeof(T), budget - fixed);
@@ -138,7 +138,7 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
                          cudaStream_t stream) noexcept {
   std::size_t const shared = lay_out(p, Tuning::value, machine);
   if (shared == 0 || Tuning::value.cluster > machine.max_cluster) return cudaErrorInvalidValue;
-  LaunchShape shape = team_shape(Tuning::value, tiles, shared, machine);
+  LaunchShape shape = team_shape(Tuning::value, blocks_of(Tuning::value, sizeof(T)), tiles, shared, machine);
   shape.threads += warp_threads;
   if (p.wide) return launch(delta_kernel<true, T, Y, Source, Tuning>, shape, machine, stream, p, source);
   return launch(delta_kernel<false, T, Y, Source, Tuning>, shape, machine, stream, p, source);
@@ -151,7 +151,8 @@ cudaError_t launch_sums(Operands<T, T> const& p, Source const& source, std::int3
   if (shared > machine.shared_bytes_per_block || Tuning::value.cluster > machine.max_cluster) {
     return cudaErrorInvalidValue;
   }
-  return launch(shrink_kernel<T, T, Source, Tuning>, team_shape(Tuning::value, tiles, shared, machine),
+  return launch(shrink_kernel<T, T, Source, Tuning>,
+                team_shape(Tuning::value, blocks_of(Tuning::value, sizeof(T)), tiles, shared, machine),
                 machine, stream, p, source);
 }
 
@@ -160,10 +161,10 @@ template <Element T, Element Y, class Source>
 cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
                          Machine const& machine, cudaStream_t stream) noexcept {
   switch (delta_tuning(machine.max_cluster, p.rows)) {
-    case 0: return launch_whole<BuiltTuning<0>>(p, source, tiles, machine, stream);
-    case 1: return launch_whole<BuiltTuning<1>>(p, source, tiles, machine, stream);
-    case 2: return launch_whole<BuiltTuning<2>>(p, source, tiles, machine, stream);
-    default: return launch_whole<BuiltTuning<3>>(p, source, tiles, machine, stream);
+    case 0: return launch_whole<BuiltTuning<0, T>>(p, source, tiles, machine, stream);
+    case 1: return launch_whole<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
+    case 2: return launch_whole<BuiltTuning<2, T>>(p, source, tiles, machine, stream);
+    default: return launch_whole<BuiltTuning<3, T>>(p, source, tiles, machine, stream);
   }
 }
 
@@ -209,18 +210,18 @@ namespace detail {
 template <Element T, Element Y, class Source, class Tuning, class Visit>
 void visit_whole(Visit const& visit) {
   visit(reinterpret_cast<void const*>(&delta_kernel<true, T, Y, Source, Tuning>), Tuning::value.cluster,
-        Tuning::value.threads + warp_threads);
+        Tuning::value.threads + warp_threads, blocks_of(Tuning::value, sizeof(T)));
   visit(reinterpret_cast<void const*>(&delta_kernel<false, T, Y, Source, Tuning>), Tuning::value.cluster,
-        Tuning::value.threads + warp_threads);
+        Tuning::value.threads + warp_threads, blocks_of(Tuning::value, sizeof(T)));
 }
 
 /// Visits the one-launch kernels of every tuning that the library picks.
 template <Element T, Element Y, class Source, class Visit>
 void visit_built(Visit const& visit) {
-  visit_whole<T, Y, Source, BuiltTuning<0>>(visit);
-  visit_whole<T, Y, Source, BuiltTuning<1>>(visit);
-  visit_whole<T, Y, Source, BuiltTuning<2>>(visit);
-  visit_whole<T, Y, Source, BuiltTuning<3>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<0, T>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<1, T>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<2, T>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<3, T>>(visit);
 }
 
 }  // namespace detail
@@ -233,9 +234,9 @@ struct Delta {
     using Source = detail::PlanSource;
     detail::visit_built<T, Y, Source>(visit);
     visit(reinterpret_cast<void const*>(&detail::segment_kernel<T, Y, Source, detail::LoneTuning>), 1,
-          detail::LoneTuning::value.threads);
+          detail::LoneTuning::value.threads, 1);
     visit(reinterpret_cast<void const*>(&detail::expand_kernel<true, T, Y, Source, detail::LoneTuning>), 1,
-          detail::LoneTuning::value.threads);
+          detail::LoneTuning::value.threads, 1);
   }
 };
 
@@ -330,13 +331,13 @@ struct SplitDelta {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
     using Source = detail::PlanSource;
-    using Tuning = detail::BuiltTuning<1>;
+    using Tuning = detail::BuiltTuning<1, T>;
     visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, Tuning>), Tuning::value.cluster,
-          Tuning::value.threads);
+          Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)));
     visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, detail::LoneTuning>), 1,
-          detail::LoneTuning::value.threads);
+          detail::LoneTuning::value.threads, 1);
     visit(reinterpret_cast<void const*>(&detail::expand_kernel<false, T, Y, Source, detail::LoneTuning>), 1,
-          detail::LoneTuning::value.threads);
+          detail::LoneTuning::value.threads, 1);
   }
 };
 
@@ -361,8 +362,8 @@ template <Element T, Element Y = T>
   if (!good) return cudaErrorInvalidValue;
   if (detail::idle(p)) return cudaSuccess;
   std::int32_t const tiles = max_row_tiles(p.rows, p.plan.max_groups);
-  if (machine.max_cluster >= detail::BuiltTuning<1>::value.cluster) {
-    return detail::launch_sums<detail::BuiltTuning<1>>(p, detail::PlanSource{}, tiles, machine, stream);
+  if (machine.max_cluster >= detail::BuiltTuning<1, T>::value.cluster) {
+    return detail::launch_sums<detail::BuiltTuning<1, T>>(p, detail::PlanSource{}, tiles, machine, stream);
   }
   return detail::launch_sums<detail::LoneTuning>(p, detail::PlanSource{}, tiles, machine, stream);
 }

@@ -30,9 +30,9 @@ namespace atlas::lora::inline v0::detail {
 /// The whole delta. `Tuning::value.threads` multiply and 32 more fetch. The grid is a multiple of the
 /// cluster.
 template <bool Wide, Element T, Element Y, class Source, class Tuning>
-__global__ void __launch_bounds__(Tuning::value.threads + warp_threads,
-                                  Tuning::value.blocks_per_multiprocessor)
+__global__ void __launch_bounds__(Tuning::value.threads + warp_threads, blocks_of(Tuning::value, sizeof(T)))
     delta_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
+#if __CUDA_ARCH__ >= 900
   constexpr int cluster = Tuning::value.cluster;
   constexpr int threads = Tuning::value.threads;
   extern __shared__ float4 dynamic[];
@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(Tuning::value.threads + warp_threads,
     cluster_arrive_relaxed();
     cluster_wait();
   }
+#endif
 }
 
 }  // namespace atlas::lora::inline v0::detail

@@ -107,11 +107,11 @@ inline cudaError_t prepare_kernel(void const* kernel, std::int32_t cluster, std:
 
 /// Finds how many clusters of a kernel run at once.
 inline cudaError_t count_clusters(void const* kernel, std::int32_t cluster, std::int32_t threads,
-                                  Machine& machine) noexcept {
+                                  std::int32_t most, Machine& machine) noexcept {
   if (cluster == 1 || cluster > machine.max_cluster || !has_clusters(machine.compute)) return cudaSuccess;
   std::int32_t row = 0;
   while (cluster > 2 << row) ++row;
-  for (std::int32_t blocks = 1; blocks <= 2; ++blocks) {
+  for (std::int32_t blocks = 1; blocks <= std::min(most, 2); ++blocks) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
@@ -165,14 +165,15 @@ template <class... Operations>
     return cuda::std::unexpected<Error>(detail::device_error("cudaDeviceGetAttribute", error));
   machine.shared_bytes_per_block = shared_limit;
   machine.max_cluster = largest_cluster(machine.compute);
-  (Operations::for_each_kernel([&](void const* kernel, std::int32_t cluster, std::int32_t) {
+  (Operations::for_each_kernel([&](void const* kernel, std::int32_t cluster, std::int32_t, std::int32_t) {
      if (error == cudaSuccess) error = detail::prepare_kernel(kernel, cluster, shared_limit, machine);
    }),
    ...);
   if (!has_clusters(machine.compute)) machine.max_cluster = 1;
-  (Operations::for_each_kernel([&](void const* kernel, std::int32_t cluster, std::int32_t threads) {
-     if (error == cudaSuccess) error = detail::count_clusters(kernel, cluster, threads, machine);
-   }),
+  (Operations::for_each_kernel(
+       [&](void const* kernel, std::int32_t cluster, std::int32_t threads, std::int32_t blocks) {
+         if (error == cudaSuccess) error = detail::count_clusters(kernel, cluster, threads, blocks, machine);
+       }),
    ...);
   if (error != cudaSuccess) return cuda::std::unexpected<Error>(detail::device_error("prepare", error));
   (machine.add(operation_id<Operations>()), ...);

@@ -55,7 +55,8 @@ class Multiply {
       Share const ranks{slab, min(slab + slab_rank_tiles, all)};
       shrink(ranks, share.segments);
       // y of this warp's first output tile is on its way while segment sums cross.
-      if (ranks.last == all) ahead = load_y(first, own_outputs(p_.shape, share.outputs, first).first + warp_);
+      if (prefetches && ranks.last == all)
+        ahead = load_y(first, own_outputs(p_.shape, share.outputs, first).first + warp_);
       fold(tile, ranks);
     }
     for (int i = first; i < p_.num_projections; ++i) {
@@ -75,6 +76,8 @@ class Multiply {
     place_.advance(static_cast<std::uint32_t>(p_.shape.stages.count));
   }
 
+  /// Whether y is loaded an output tile ahead; a float y would take too many registers.
+  static constexpr bool prefetches = Wide && sizeof(Y) == 2;
   static constexpr int ahead_blocks = sizeof(T) == 2 ? 4 : 1;
   /// Warps of one chunk slot, which take rank tiles in turn.
   static constexpr int teams = Threads / warp_threads / max_chunks;
@@ -251,16 +254,17 @@ class Multiply {
     T const* const xa =
         shared_.xa + group() * p_.xa_shared_stride + p_.shape.xa_offset[projection] + quad() * pack_elements;
     std::int32_t next = own.first + warp_;
-    if (late && next < own.last) before = load_y(projection, next);
+    if (prefetches && late && next < own.last) before = load_y(projection, next);
     for (std::int32_t t = own.first; t < own.last; t += step) {
       T const* const stage = wait_stage() + output_of(lane_index(), 0) * padded + quad() * pack_elements;
       for (; next < min(t + step, own.last); next += warps) {
         Pack<Y> ahead{};
-        if (next + warps < own.last) ahead = load_y(projection, next + warps);
+        if (prefetches && next + warps < own.last) ahead = load_y(projection, next + warps);
         Accumulator<T> sums[2];
         contract(sums, stage + (next - t) * tile_outputs * padded, padded, rank, xa);
         std::int64_t const first = static_cast<std::int64_t>(next) * tile_outputs;
         Pack<T> const delta = finish_outputs(cell, n_out, first, sums);
+        if (!prefetches) before = load_y(projection, next);
         std::int64_t const n = first + quad() * pack_elements;
         store_pack<Wide>(target.y + row_ * target.y_row_stride + n, folded(before, delta, cell.scale),
                          row_ >= 0 ? n_out - n : 0);

@@ -41,9 +41,9 @@ struct PairDelta {
     using Source = detail::PairSource<T, Rank>;
     detail::visit_built<T, Y, Source>(visit);
     visit(reinterpret_cast<void const*>(&detail::segment_kernel<T, Y, Source, detail::LoneTuning>), 1,
-          detail::LoneTuning::value.threads);
+          detail::LoneTuning::value.threads, 1);
     visit(reinterpret_cast<void const*>(&detail::expand_kernel<true, T, Y, Source, detail::LoneTuning>), 1,
-          detail::LoneTuning::value.threads);
+          detail::LoneTuning::value.threads, 1);
   }
 };
 

@@ -112,7 +112,7 @@ struct RowPlanning {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
     visit(reinterpret_cast<void const*>(&detail::row_plan_kernel<detail::plan_threads>), 1,
-          detail::plan_threads);
+          detail::plan_threads, 1);
   }
 };
 

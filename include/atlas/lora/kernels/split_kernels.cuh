@@ -147,7 +147,7 @@ __device__ void shrink_by_cluster(RowTile<T> const& tile, Operands<T, Y> const& 
 
 /// The first half into complete sums, xa in T.
 template <Element T, Element Y, class Source, class Tuning>
-__global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_per_multiprocessor)
+__global__ void __launch_bounds__(Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)))
     shrink_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
   constexpr int cluster = Tuning::value.cluster;
   extern __shared__ float4 shared[];
@@ -207,7 +207,7 @@ ATLAS_HD inline std::int64_t segment_place(Operands<T, Y> const& p, std::int32_t
 
 /// The first half into segment sums: `parts` blocks share a row tile, each with its segments.
 template <Element T, Element Y, class Source, class Tuning>
-__global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_per_multiprocessor)
+__global__ void __launch_bounds__(Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)))
     segment_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
   extern __shared__ float4 shared[];
   RowTile<T>& tile = shared_row_tile<T>();
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_pe
 /// The second half: `parts` blocks share a row tile, each with its output tiles. xa comes from complete sums,
 /// or is folded here from segment sums.
 template <bool FromSegments, Element T, Element Y, class Source, class Tuning>
-__global__ void __launch_bounds__(Tuning::value.threads, Tuning::value.blocks_per_multiprocessor)
+__global__ void __launch_bounds__(Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)))
     expand_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
   extern __shared__ float4 shared[];
   RowTile<T>& tile = shared_row_tile<T>();

@@ -40,12 +40,23 @@ struct DeltaTuning {
          t.blocks_per_multiprocessor * t.threads <= 2048;
 }
 
+/// Blocks of a multiprocessor that a kernel's registers allow. Float sums live in registers of many lanes, so
+/// that its kernels have a multiprocessor to themselves.
+[[nodiscard]] constexpr std::int32_t blocks_of(DeltaTuning const& t, std::size_t element_bytes) noexcept {
+  return element_bytes == 4 ? 1 : t.blocks_per_multiprocessor;
+}
+
 /// The tunings that the library compiles; `delta_tuning` picks among them. Measured on one H200, 4096 ->
 /// 4096, bf16, microseconds at rank 16 and 64: {512, 16} 1 row 4.2 and 6.1 ({256, 8}: 4.6 and 8.2); {256, 8}
 /// 64 rows of 32 adapters 8.1 and 13.3 ({256, 4}: 8.6 and 17.1); {256, 4} 256 rows of 32 adapters 10.4
 /// and 20.0 ({256, 8}: 14.0 and 25.8); {256, 2} 2,048 rows of one adapter 27 and 60 ({256, 4}: 48 and 99).
 inline constexpr DeltaTuning delta_tunings[] = {
     {512, 16, 1, 1}, {256, 8, 2, 2}, {256, 4, 2, 2}, {256, 2, 2, 2}};
+
+/// A tuning as it suits an element type: float's kernels need the registers of a block of 256 threads alone.
+[[nodiscard]] constexpr DeltaTuning tuned_for(DeltaTuning t, std::size_t element_bytes) noexcept {
+  return element_bytes == 4 ? DeltaTuning{256, t.cluster, 1, 1} : t;
+}
 
 /// Whether `compute` (10 * major + minor) has clusters and programmatic dependent launch.
 [[nodiscard]] constexpr bool has_clusters(std::int32_t compute) noexcept { return compute >= 90; }

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// Instantiates every kernel that the library's tunings pick, in every element type, for tools/kernel-resources.
+#include "atlas/lora/kernels/delta.cuh"
+#include "atlas/lora/kernels/pair_delta.cuh"
+#include "atlas/lora/kernels/row_plan.cuh"
+
+namespace atlas_test {
+
+using namespace atlas::lora;
+
+template <class... Operations>
+void instantiate() {
+  auto const visit = [](void const*, std::int32_t, std::int32_t, std::int32_t) {};
+  (Operations::for_each_kernel(visit), ...);
+}
+
+void instantiate_all() {
+  instantiate<Delta<float>, Delta<__half>, Delta<__nv_bfloat16>, Delta<__nv_bfloat16, float>>();
+  instantiate<SplitDelta<float>, SplitDelta<__half>, SplitDelta<__nv_bfloat16>>();
+  instantiate<PairDelta<__nv_bfloat16>, PairDelta<__nv_bfloat16, 16>, RowPlanning>();
+}
+
+}  // namespace atlas_test
