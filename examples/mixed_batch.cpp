@@ -188,7 +188,9 @@ Outcome judge_request(Runs const& runs, Expected const& expected, std::size_t i,
   for (std::size_t position = given.size() - 1; position < fresh.size(); ++position) {
     if (lead(fresh[position]) <= limit) continue;
     ++outcome.tokens_compared;
-    tokens_equal = tokens_equal && mixed.tokens[position + 1] == most_likely(fresh[position]);
+    auto const token = static_cast<std::size_t>(mixed.tokens[position + 1]);
+    tokens_equal = tokens_equal && fresh[position][token] ==
+                                       *std::max_element(fresh[position].begin(), fresh[position].end());
   }
 
   // What moved: every request over every row, every adapter over every slot.
