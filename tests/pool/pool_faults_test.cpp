@@ -158,6 +158,52 @@ TEST_CASE("after a step that failed to begin, other loads and unloads find no ha
   }
 }
 
+TEST_CASE(
+    "a slot whose record a failed step may still overwrite is not taken before that stream's next step is "
+    "done") {
+  ScriptedBackend backend;
+  Pool pool = make_pool({.max_slots = 1, .spare = 1, .max_rank = 8}, backend);
+  load(pool, "a", tiny_adapter(pool.shape(), 1, 8, every_site));
+  step(pool);
+  step(pool);
+  REQUIRE(pool.unload("a").has_value());
+  backend.script().deferred = true;
+  arm(backend, 2);  // captured?, fill, record: the blank record is on its way, and nobody can wait for it
+  CHECK(code(pool.begin_step(stream)) == Errc::device);
+  CHECK(disarm(backend));
+  Adapter const b = tiny_adapter(pool.shape(), 2, 8, every_site);
+  CHECK(code(pool.load("b", b)) == Errc::pool_full);
+  step(pool, 2);  // another stream's step says nothing of it
+  CHECK(code(pool.load("b", b)) == Errc::pool_full);
+  step(pool);
+  backend.run_all();
+  load(pool, "b", b);
+  step(pool, 2);
+  backend.run_all();
+  CHECK(slot_holds(pool, acquire(pool, "b").slot(), &b));
+}
+
+TEST_CASE("a stream that is forgotten after a step that could not begin holds no slot back") {
+  ScriptedBackend backend;
+  Pool pool = make_pool({.max_slots = 1, .spare = 2, .max_rank = 8}, backend);
+  load(pool, "a", tiny_adapter(pool.shape(), 1, 8, every_site));
+  step(pool, 2);
+  step(pool, 2);
+  load(pool, "a", tiny_adapter(pool.shape(), 2, 8, every_site));
+  std::int64_t const register_stream = 8;  // its events
+  arm(backend, 1 + register_stream + 3);   // captured?, then query, wait and copy, and the event's record
+  CHECK(code(pool.begin_step(stream)) == Errc::device);
+  CHECK(disarm(backend));
+  CHECK(code(pool.load("b", tiny_adapter(pool.shape(), 3, 8, every_site))) == Errc::pool_full);
+  REQUIRE(pool.forget_stream(stream).has_value());
+  Adapter const c = tiny_adapter(pool.shape(), 4, 8, {1});
+  load(pool, "a", c);
+  step(pool, 2);
+  CHECK(slot_holds(pool, acquire(pool, "a").slot(), &c));
+  step(pool, 2);
+  CHECK(pool.load("b", tiny_adapter(pool.shape(), 3, 8, every_site)).has_value());
+}
+
 TEST_CASE("a step that cannot end stays open and can be ended later") {
   ScriptedBackend backend;
   Pool pool = make_pool(roomy, backend);

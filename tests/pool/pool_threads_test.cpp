@@ -20,8 +20,7 @@ using HostPool = AdapterPool<float, HostBackend>;
 
 constexpr std::uint32_t contents = 6;
 
-// The content that a lease's slot holds must be the one its id stands for. Scale and first element agree on
-// it.
+// The cells of a leased slot and the bytes that they speak of must all be of one content.
 bool is_whole(HostPool const& pool, Lease const& lease) {
   RouteCell<float> const* const q = pool.route(0, "q")->cell(lease.slot());
   RouteCell<float> const* const head = pool.route(model_wide, "lm_head")->cell(lease.slot());

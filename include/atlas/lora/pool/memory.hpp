@@ -57,8 +57,9 @@ struct PoolMemory {
   /// when the whole needs 2^63 bytes or more.
   [[nodiscard]] static Result<PoolMemory> plan(ModelShape const& shape, PoolOptions const& options,
                                                std::size_t element_bytes) {
-    if (auto const fault = check(options); !fault.empty())
+    if (auto const fault = check(options); !fault.empty()) {
       return fail(Errc::invalid_argument, "pool: " + fault);
+    }
     auto layout = SlotLayout::create(shape, options.max_rank, element_bytes);
     if (!layout) return cuda::std::unexpected<Error>(layout.error());
     PoolMemory memory;

@@ -109,8 +109,9 @@ inline void check_pair(AdapterPair const& pair, Module const& module, std::int32
   check_tensor(pair.a, {pair.rank, module.k_in}, faults);
   check_tensor(pair.b, {module.n_out, pair.rank}, faults);
   if (!pair.bias) return;
-  if (!biases)
+  if (!biases) {
     faults.add(Errc::unsupported, "tensor '" + pair.bias->name + "': the pool was made without biases");
+  }
   check_tensor(*pair.bias, {module.n_out}, faults);
 }
 
@@ -159,9 +160,10 @@ constexpr void spread_rows(std::span<T> data, std::size_t rows, std::size_t widt
   for (std::size_t row = rows; row-- > 0;) {  // from the last, so that no row is overwritten before it moves
     auto const from = data.begin() + static_cast<std::ptrdiff_t>(row * width);
     auto const to = data.begin() + static_cast<std::ptrdiff_t>(row * stride);
-    if (row > 0)
+    if (row > 0) {
       std::copy_backward(from, from + static_cast<std::ptrdiff_t>(width),
                          to + static_cast<std::ptrdiff_t>(width));
+    }
     std::fill_n(to + static_cast<std::ptrdiff_t>(width), stride - width, T{});
   }
 }

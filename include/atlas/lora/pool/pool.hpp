@@ -45,7 +45,8 @@ struct Staged {
 /// any thread at any time: it packs into memory that nothing reads, and ends *staged*; the next `begin_step`
 /// publishes. Memory is fixed at creation; table addresses are fixed for the pool's life, so graphs that were
 /// captured stay right. Nothing here synchronises the device, and nothing becomes part of a captured graph.
-/// Every function may be called from any thread; one stream's steps come from one thread at a time.
+/// Every function may be called from any thread; one stream's steps come from one thread at a time, and no
+/// stream of the pool starts to be captured while `begin_step` runs for another one.
 ///
 /// When a call fails, what was there before is still there, whole.
 template <Element T, Backend B, VictimPolicy V = LruIdle>
@@ -100,8 +101,9 @@ class AdapterPool {
       auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
       if (!slot) return forward_error(slot);
       auto const spare = ledger().take_place();
-      if (!spare)
+      if (!spare) {
         return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
+      }
       place = *spare;
     }
     auto const counts = state_->pack(place, adapter, options.conversion);
@@ -116,8 +118,8 @@ class AdapterPool {
     return staged;
   }
 
-  /// Takes `name` out of the pool; its memory drains. Errors: `not_found`; `slot_busy` with the number of
-  /// leases; `invalid_argument` for the active adapter.
+  /// Takes `name` out of the pool; its memory is spare once nothing reads it. Errors: `not_found`;
+  /// `slot_busy` with the number of leases; `invalid_argument` for the active adapter.
   [[nodiscard]] Result<void> unload(std::string_view name) {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     return ledger().unload(name);
@@ -127,14 +129,16 @@ class AdapterPool {
 
   /// Opens a step on `stream`, which is registered by its first one. Enqueues one copy for each staged
   /// record; other registered streams go on after them. Errors: `capturing`; `invalid_argument` when a step
-  /// is open; the backend's, and then everything staged is still staged, and no step is open.
+  /// is open; the backend's, and then everything staged is still staged and no step is open, and what was in
+  /// the slots that it is for cannot be leased until a later step begins.
   [[nodiscard]] Result<void> begin_step(Stream stream) {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     if (auto outcome = refuse_capture(stream); !outcome) return outcome;
     auto const index = state_->steps.find_or_add(backend(), ledger(), stream);
     if (!index) return forward_error(index);
-    if (ledger().steps[*index].open())
+    if (ledger().steps[*index].open()) {
       return fail(Errc::invalid_argument, "begin_step: a step is open on the stream");
+    }
     if (auto outcome = state_->steps.poll(backend(), ledger()); !outcome) return outcome;
     if (auto outcome = state_->steps.follow(backend(), *index); !outcome) return outcome;
     if (auto outcome = state_->publish(*index, stream); !outcome) return outcome;
@@ -242,6 +246,7 @@ class AdapterPool {
   /// What a victim policy sees of `slot`, which is in `[0, max_slots())`; as of the last load or step.
   [[nodiscard]] SlotView view(std::int32_t slot) const {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
+    ATLAS_ASSERT(ledger().contains(slot), "view: the slot is out of range");
     return ledger().view(slot);
   }
 
@@ -274,30 +279,33 @@ class AdapterPool {
 
   Result<RouteTable<T>> table(std::optional<std::size_t> site, std::int32_t layer,
                               std::string const& name) const {
-    if (!site)
+    if (!site) {
       return fail(Errc::not_found,
                   "layer " + std::to_string(layer) + ": the model has no '" + name + "' there");
-    Module const& at = shape().module(shape().sites()[*site]);
+    }
+    Module const& linear = shape().module(shape().sites()[*site]);
     return RouteTable<T>{state_->record(0) + *site,
                          static_cast<std::int64_t>(state_->memory.record_bytes),
                          max_slots(),
                          layout().max_rank(),
-                         at.k_in,
-                         at.n_out};
+                         linear.k_in,
+                         linear.n_out};
   }
 
   Result<void> refuse_capture(Stream stream) const {
     auto const capturing = state_->backend.is_capturing(stream);
     if (!capturing) return forward_error(capturing);
-    if (*capturing)
+    if (*capturing) {
       return fail(Errc::capturing, "a step neither begins nor ends while its stream is captured");
+    }
     return {};
   }
 
   // The slot for `name`, as things stand now.
   Result<std::int32_t> choose(std::string_view name, bool pinned) {
-    if (auto const polled = state_->steps.poll(state_->backend, ledger()); !polled)
+    if (auto const polled = state_->steps.poll(state_->backend, ledger()); !polled) {
       return forward_error(polled);
+    }
     return ledger().choose(name, pinned, victim_);
   }
 

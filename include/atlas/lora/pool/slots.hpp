@@ -310,8 +310,9 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   /// The staged content of `slot` becomes its tenant and takes over its name; the bytes of the tenant before
   /// are spare again, and the slot that had the name drains.
   void publish(Slot& slot) {
-    if (std::int32_t const before = published(slot.staged->name); before != base_slot)
+    if (std::int32_t const before = published(slot.staged->name); before != base_slot) {
       at(before).named = false;
+    }
     if (slot.tenant) give_back_place(slot.tenant->place);  // unread since it was staged over
     slot.tenant = std::exchange(slot.staged, std::nullopt);
     slot.named = true;

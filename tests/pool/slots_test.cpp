@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+#include "atlas/lora/pool/slots.hpp"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+namespace {
+
+using namespace atlas::lora;
+using detail::SlotLedger;
+
+static_assert(std::is_nothrow_move_constructible_v<Lease> && std::is_nothrow_move_assignable_v<Lease>);
+static_assert(!std::is_copy_constructible_v<Lease> && !std::is_copy_assignable_v<Lease>);
+static_assert(SlotKey{}.slot == base_slot);
+
+// A ledger with one stream, and content in as many slots as there are names.
+std::shared_ptr<SlotLedger> ledger_with(std::vector<std::string> const& names, std::int32_t max_slots) {
+  auto ledger = std::make_shared<SlotLedger>(max_slots, 0, max_slots + 1);
+  ledger->steps.emplace_back();
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    detail::Tenant tenant;
+    tenant.name = names[i];
+    tenant.id = adapter_id(names[i]);
+    tenant.place = *ledger->take_place();
+    static_cast<void>(ledger->stage(static_cast<std::int32_t>(i), tenant));
+    ledger->publish(ledger->slots[i]);
+  }
+  return ledger;
+}
+
+Lease acquire(SlotLedger& ledger, std::string const& name) {
+  auto lease = ledger.acquire(name);
+  REQUIRE(lease.has_value());
+  return *std::move(lease);
+}
+
+TEST_CASE("leases count, their ticks order uses, and a release moves neither tick") {
+  auto const ledger = ledger_with({"zero", "one"}, 2);
+  std::uint64_t const published = ledger->view(1).last_use;
+  Lease first = acquire(*ledger, "zero");
+  CHECK(ledger->view(0).leases == 1);
+  CHECK(ledger->view(0).last_use == published + 1);
+  Lease second = acquire(*ledger, "one");
+  CHECK(ledger->view(1).last_use == published + 2);
+  Lease third = acquire(*ledger, "zero");
+  CHECK(ledger->view(0).leases == 2);
+  CHECK(ledger->view(0).last_use == published + 3);
+  first.release();
+  third.release();
+  third.release();  // once more does nothing
+  CHECK(ledger->view(0).leases == 0);
+  CHECK(ledger->view(0).last_use == published + 3);
+  CHECK(ledger->view(1).last_use == published + 2);
+  CHECK(ledger->acquire("ninety-nine").error().code == Errc::not_found);
+  CHECK(ledger->acquire("").error().code == Errc::not_found);
+  CHECK(ledger->acquire(SlotKey{99, 1}).error().code == Errc::stale);
+}
+
+TEST_CASE("a release waits for the step that was open, or the last one that ended, and for no later one") {
+  auto const ledger = ledger_with({"a"}, 1);
+  detail::StepCounts& steps = ledger->steps[0];
+  steps = {1, 0, 0};  // step 1 is open
+  acquire(*ledger, "a").release();
+  CHECK_FALSE(ledger->view(0).idle);
+  steps = {1, 1, 0};
+  CHECK_FALSE(ledger->view(0).idle);
+  steps = {2, 1, 1};  // step 1 is done, and step 2 open
+  CHECK(ledger->view(0).idle);
+  steps = {2, 2, 1};
+  acquire(*ledger, "a").release();
+  CHECK_FALSE(ledger->view(0).idle);
+  steps = {3, 2, 2};
+  CHECK(ledger->view(0).idle);
+}
+
+TEST_CASE("a stream that comes later has not read what was released before") {
+  auto const ledger = ledger_with({"a"}, 1);
+  acquire(*ledger, "a").release();
+  ledger->steps.push_back({5, 4, 4});
+  CHECK(ledger->view(0).idle);
+  acquire(*ledger, "a").release();
+  CHECK_FALSE(ledger->view(0).idle);
+}
+
+TEST_CASE("a tenancy is never given twice, neither to a slot nor in a pool") {
+  auto const ledger = ledger_with({"a", "b"}, 2);
+  std::vector<std::uint64_t> seen{ledger->slots[0].tenant->tenancy, ledger->slots[1].tenant->tenancy};
+  for (int i = 0; i < 5; ++i) {
+    detail::Tenant tenant;
+    tenant.name = i % 2 == 0 ? "c" : "d";
+    tenant.place = *ledger->take_place();
+    std::uint64_t const tenancy = ledger->stage(i % 2, tenant).tenancy;
+    for (std::uint64_t const earlier : seen) CHECK(tenancy != earlier);
+    seen.push_back(tenancy);
+    ledger->publish(ledger->slots[static_cast<std::size_t>(i % 2)]);
+    ledger->settle();
+  }
+}
+
+TEST_CASE("a place is somebody's or spare, and an unload gives it back") {
+  auto const ledger = ledger_with({"a", "b"}, 2);
+  CHECK(ledger->take_place().has_value());  // the spare one
+  CHECK_FALSE(ledger->take_place().has_value());
+  REQUIRE(ledger->unload("a").has_value());
+  CHECK(ledger->take_place().has_value());
+  CHECK_FALSE(ledger->take_place().has_value());
+  CHECK(ledger->slots[0].blank_due);
+  CHECK(ledger->view(0).state == SlotState::empty);
+  ledger->active = "b";
+  CHECK(ledger->unload("b").error().code == Errc::invalid_argument);
+  CHECK(ledger->view(1).state == SlotState::ready);
+}
+
+TEST_CASE("the first slot with the name is found, and the empty name finds none") {
+  auto const ledger = ledger_with({"alpha", "beta", "gamma"}, 4);
+  CHECK(ledger->published("alpha") == 0);
+  CHECK(ledger->published("beta") == 1);
+  CHECK(ledger->published("gamma") == 2);
+  CHECK(ledger->published("delta") == base_slot);
+  CHECK(ledger->published("") == base_slot);
+}
+
+}  // namespace
