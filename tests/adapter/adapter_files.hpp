@@ -54,7 +54,7 @@ class TemporaryFolder {
   std::string write(std::string const& name, std::string_view content) const {
     std::string const file = path_ + "/" + name;
     std::error_code ignored;
-    std::filesystem::remove(file, ignored);  // some file systems wait for the disk when a file is written anew
+    std::filesystem::remove(file, ignored);  // writing over a file makes some file systems wait for the disk
     std::ofstream(file, std::ios::binary).write(content.data(), static_cast<std::streamsize>(content.size()));
     return file;
   }
