@@ -279,6 +279,12 @@ class PeftConfigReader {
                       "a pattern that is not understood: " + pattern.error().message);
         continue;
       }
+      // One pattern is bounded by its compiler, but nothing else bounds how many there are.
+      pattern_steps_ += pattern->steps();
+      if (pattern_steps_ > most_pattern_steps) {
+        fields_.fault(Errc::unsupported, name, "the patterns up to here are too large together");
+        return;
+      }
       out.push_back({member.name, read(name, member.value), std::move(*pattern)});
     }
   }
@@ -307,7 +313,10 @@ class PeftConfigReader {
     return text;
   }
 
+  static constexpr std::size_t most_pattern_steps = 65536;  // of rank_pattern and alpha_pattern, 3 MiB
+
   PeftFields fields_;
+  std::size_t pattern_steps_ = 0;
 };
 
 /// Parses and reads a configuration, gathering its faults; what could be read is returned.
