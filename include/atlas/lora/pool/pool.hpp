@@ -95,7 +95,8 @@ class AdapterPool {
     std::int32_t place = 0;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
-      if (auto const present = ledger().present(name, adapter.digest, options.pinned)) {
+      if (auto const present =
+              ledger().present(name, detail::applied_digest(adapter, options), options.pinned)) {
         return Staged{present->first, present->second, {}};
       }
       auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
@@ -108,8 +109,7 @@ class AdapterPool {
     }
     auto const counts = state_->pack(place, adapter, options.conversion);
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    auto staged =
-        counts ? stage(name, adapter, options.pinned, place) : Result<Staged>(forward_error(counts));
+    auto staged = counts ? stage(name, adapter, options, place) : Result<Staged>(forward_error(counts));
     if (!staged) {
       ledger().give_back_place(place);
       return staged;
@@ -310,14 +310,16 @@ class AdapterPool {
   }
 
   // Stages what is packed in `place`; on failure nothing has changed.
-  Result<Staged> stage(std::string_view name, Adapter const& adapter, bool pinned, std::int32_t place) {
-    auto const slot = choose(name, pinned);
+  Result<Staged> stage(std::string_view name, Adapter const& adapter, StageOptions const& options,
+                       std::int32_t place) {
+    auto const slot = choose(name, options.pinned);
     if (!slot) return forward_error(slot);
-    auto const id = ledger().names.identify(name, adapter.digest);
+    Digest const digest = detail::applied_digest(adapter, options);
+    auto const id = ledger().names.identify(name, digest);
     if (!id) return forward_error(id);
     state_->write_image(*slot, place, adapter);
     SlotKey const key =
-        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, adapter.digest, place,
+        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, digest, place,
                                              detail::packed_bytes(adapter, shape(), sizeof(T))});
     return Staged{key, *id, {}};
   }
