@@ -84,10 +84,6 @@ struct FamilyTraits {
   return {};
 }
 
-inline constexpr std::int32_t most_layers =
-    65536;  // far beyond any model; bounds what a bad file can ask for
-inline constexpr std::int32_t most_experts = 65536;
-
 /// Whether layer `layer` of a hybrid mixes tokens with softmax attention.
 [[nodiscard]] inline bool is_full_attention(ModelConfig const& c, std::int32_t layer) noexcept {
   if (!c.layer_types.empty()) {
