@@ -145,6 +145,29 @@ TEST_CASE("LoRA on the head is a linear's, when the model's list has a head") {
   CHECK(of("lm_head.lora_A.weight", headless).reason == "the model's list has no lm_head");
 }
 
+TEST_CASE("of two model-wide linears of one ending the longer name is the one") {
+  ModelShape const shape = *ModelShape::create({.num_layers = 1,
+                                                .modules = {{"attn", 8, 8, {0}},
+                                                            {"lm_head", 16, 8, {model_wide}},
+                                                            {"draft.lm_head", 12, 8, {model_wide}},
+                                                            {"heads.0", 12, 8, {model_wide}}}});
+  CHECK(place(of("draft.lm_head.lora_A.weight", shape), shape) == "-1 draft.lm_head");
+  CHECK(place(of("model.draft.lm_head.lora_A.weight", shape), shape) == "-1 draft.lm_head");
+  CHECK(place(of("lm_head.lora_A.weight", shape), shape) == "-1 lm_head");
+  CHECK(place(of("my.lm_head.lora_A.weight", shape), shape) == "-1 lm_head");
+  CHECK(place(of("model.heads.0.lora_A.weight", shape), shape) == "-1 heads.0");  // a number of its own name
+}
+
+TEST_CASE("a layer's own head is not the model's") {
+  for (char const* below :
+       {"model.layers.0.mtp.lm_head", "model.layers.0.lm_head", "model.layers.48.lm_head"}) {
+    CHECK(of(std::string(below) + ".lora_A.weight").reason == "names no linear of the model");
+    CHECK(
+        of(std::string(below) + ".lora_A.weight", *model_shape(tiny_config(1), {.lm_head = false})).reason ==
+        "names no linear of the model");
+  }
+}
+
 TEST_CASE("weights of the base and other tensors are nothing an adapter has") {
   CHECK(in_layers("3.self_attn.q_proj.lora_magnitude_vector").kind == TensorKind::magnitude);
   CHECK(in_layers("3.self_attn.q_proj.lora_magnitude_vector.default.weight").kind == TensorKind::magnitude);

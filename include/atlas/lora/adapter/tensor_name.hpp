@@ -142,12 +142,18 @@ class PathResolver {
     if (model_wide_linear(path, name)) return;
     if (ends_in_name(path, "embed_tokens") || ends_in_name(path, "lm_head")) {
       name.part = ends_in_name(path, "lm_head") ? ModelPart::head : ModelPart::embedding;
-      return;
+      if (!names_layer(path)) return;
     }
     if (name.reason.empty()) name.reason = "names no linear of the model";
   }
 
  private:
+  [[nodiscard]] static bool names_layer(std::string_view path) {
+    auto const segments = segments_of(path);
+    return std::any_of(segments.begin(), segments.end(),
+                       [](std::string_view segment) { return index_of(segment).has_value(); });
+  }
+
   // Whether `below` is something that layers have; if so, `name` is filled in or says why it does not fit.
   bool in_layer(std::int32_t layer, std::string wrapper, std::string const& below, TensorName& name) const {
     bool const linear =
@@ -211,18 +217,21 @@ class PathResolver {
   }
 
   bool model_wide_linear(std::string_view path, TensorName& name) const {
+    Module const* longest = nullptr;  // of `draft.lm_head` and `lm_head`, what the path says more of
     for (Module const& module : shape_.modules()) {
       if (module.layers.front() != model_wide || !ends_in_name(path, module.name)) continue;
-      name.part = ModelPart::linear;
-      name.site = *shape_.find(model_wide, module.name);
-      bool const bare = path.size() == module.name.size();
-      name.wrapper = bare ? "" : std::string(path.substr(0, path.size() - module.name.size() - 1));
-      // A head stands beside the part that holds the layers, or in it.
-      if (!prefix_.empty() && !bare && !begins_with_name(prefix_, name.wrapper))
-        name.reason = elsewhere(name.wrapper);
-      return true;
+      if (longest == nullptr || module.name.size() > longest->name.size()) longest = &module;
     }
-    return false;
+    if (longest == nullptr) return false;
+    bool const bare = path.size() == longest->name.size();
+    std::string_view const wrapper = path.substr(0, bare ? 0 : path.size() - longest->name.size() - 1);
+    if (names_layer(wrapper)) return false;  // a layer's own linear of that name, not the model's
+    name.part = ModelPart::linear;
+    name.site = *shape_.find(model_wide, longest->name);
+    name.wrapper = wrapper;
+    // A head stands beside the part that holds the layers, or in it.
+    if (!prefix_.empty() && !bare && !begins_with_name(prefix_, wrapper)) name.reason = elsewhere(wrapper);
+    return true;
   }
 
   void check_wrapper(std::string_view wrapper, TensorName& name) const {
