@@ -186,6 +186,18 @@ TEST_CASE("weights of the base and other tensors are nothing an adapter has") {
   CHECK(bare.reason == "does not begin with base_model.model.");
 }
 
+TEST_CASE("a name that is too long is refused before it is looked at") {
+  std::string const end = "layers.0.self_attn.q_proj.lora_A.weight";
+  std::string const longest(1024 - 17 - 1 - end.size(), 'm');  // 17: base_model.model.
+  CHECK(place(of(longest + "." + end, tiny_model(1)), tiny_model(1)) == "0 self_attn.q_proj");
+  TensorName const longer = of("m" + longest + "." + end, tiny_model(1));
+  CHECK(longer.kind == TensorKind::unknown);
+  CHECK(longer.reason == "name too long, at most 1024 bytes expected");
+  std::string deep;
+  for (int i = 0; i < 200000; ++i) deep += "0.";
+  CHECK(of(deep + end, tiny_model(1)).reason == "name too long, at most 1024 bytes expected");
+}
+
 TEST_CASE("a model's declared path refuses other paths, and a rename mends them") {
   LoadOptions options{.model_prefix = "model.language_model"};
   std::string const key = "model.layers.0.self_attn.q_proj.lora_A.weight";

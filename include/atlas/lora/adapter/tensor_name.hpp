@@ -59,6 +59,9 @@ struct TensorName {
 
 namespace detail {
 
+/// Bytes of a key. Resolving one takes time by the square of its length, and no module lies this deep.
+inline constexpr std::size_t longest_key = 1024;
+
 /// Segments `[first, last)` with their dots.
 [[nodiscard]] inline std::string join(std::span<std::string_view const> segments) {
   std::string out;
@@ -260,6 +263,10 @@ class PathResolver {
                                                   LoadOptions const& options = {}) {
   constexpr std::string_view peft_prefix = "base_model.model.";
   TensorName name;
+  if (key.size() > detail::longest_key) {
+    name.reason = "name too long, at most " + std::to_string(detail::longest_key) + " bytes expected";
+    return name;
+  }
   if (!key.starts_with(peft_prefix)) {
     name.reason = "does not begin with base_model.model.";
     return name;
