@@ -74,6 +74,16 @@ TEST_CASE("a rank that is absent or no positive integer is refused by name") {
   }
 }
 
+TEST_CASE("a rank beyond any adapter's is refused by name, also that of a pattern") {
+  auto const rank = [](std::string const& r) { return R"({"lora_alpha":16,"r":)" + r + "}"; };
+  CHECK(good(rank("65536")).r == 65536);
+  Error const error = bad(rank("65537"));
+  CHECK(error.code == Errc::bad_config);
+  CHECK(error.message == "c.json: field 'r': 65537 is beyond the largest rank, 65536");
+  CHECK(bad(with(R"("rank_pattern":{"q_proj":16777216})")).message ==
+        "c.json: field 'rank_pattern.q_proj': 16777216 is beyond the largest rank, 65536");
+}
+
 TEST_CASE(
     "patterns give modules a rank and an alpha of their own, the first that matches in the file's order") {
   PeftConfig const config =

@@ -166,7 +166,7 @@ class PeftConfigReader {
     PeftConfig config;
     if (!fields_.is_object()) return config;
     kind();
-    config.r = fields_.positive("r");
+    config.r = fields_.rank("r");
     config.lora_alpha = fields_.number("lora_alpha");
     config.use_rslora = fields_.flag("use_rslora");
     config.lora_bias = fields_.flag("lora_bias");
@@ -180,9 +180,8 @@ class PeftConfigReader {
     config.modules_to_save = saved_modules();
     config.layers_to_transform = fields_.indices("layers_to_transform");
     config.layers_pattern = fields_.strings("layers_pattern");
-    patterns("rank_pattern", config.rank_pattern, [this](std::string const& field, JsonValue const& value) {
-      return fields_.positive(field, value);
-    });
+    patterns("rank_pattern", config.rank_pattern,
+             [this](std::string const& field, JsonValue const& value) { return fields_.rank(field, value); });
     patterns("alpha_pattern", config.alpha_pattern, [this](std::string const& field, JsonValue const& value) {
       return fields_.number(field, value);
     });
