@@ -300,6 +300,21 @@ TEST_CASE("every fault of a configuration is said at once, under the code of the
   }
 }
 
+TEST_CASE("of very many faults a thousand are said and the rest is counted") {
+  auto const unknown = [](int count) {
+    std::string out;
+    for (int i = 0; i < count; ++i) out += (out.empty() ? "\"u" : ",\"u") + std::to_string(i) + "\":1";
+    return out;
+  };
+  CHECK(lines(bad(with(unknown(1000))).message) == 1000);
+  CHECK_FALSE(says(bad(with(unknown(1000))).message, " more"));
+  std::string const message = bad(with(unknown(1007))).message;
+  CHECK(lines(message) == 1001);
+  CHECK(says(message, "field 'u999': "));
+  CHECK_FALSE(says(message, "field 'u1000': "));
+  CHECK(message.ends_with("\nand 7 more"));
+}
+
 TEST_CASE("a file is read with its size bounded") {
   TemporaryFolder const folder;
   CHECK(read_peft_config(folder.write("c.json", with(""))).has_value());

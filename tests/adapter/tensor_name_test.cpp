@@ -217,6 +217,14 @@ TEST_CASE("a model's declared path refuses other paths, and a rename mends them"
   CHECK_FALSE(of(key, shape, options).reason.empty());  // whole segments only
 }
 
+TEST_CASE("a reason is one line whatever the key holds") {
+  LoadOptions const options{.model_prefix = "model"};
+  CHECK(of("a\nb\x1b.layers.0.self_attn.q_proj.lora_A.weight", tiny_model(1), options).reason ==
+        "lies under 'a?b?.layers', the model's layers under 'model' (a prefix_map can rename it)");
+  CHECK(of("a\nb.lm_head.lora_A.weight", tiny_model(1), options).reason ==
+        "lies under 'a?b', the model's layers under 'model' (a prefix_map can rename it)");
+}
+
 TEST_CASE("renames may add and take away a beginning, and the first that fits is the one") {
   using detail::renamed;
   CHECK(renamed("a.b", {{"a", "x"}, {"x", "y"}}) == "x.b");

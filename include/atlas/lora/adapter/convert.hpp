@@ -14,6 +14,7 @@
 #include <string>
 
 #include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/status.hpp"
@@ -99,9 +100,10 @@ template <Element T>
   char value[32];
   std::snprintf(value, sizeof value, "%.9g",
                 static_cast<double>(cuda::std::bit_cast<float>(f32_bits_at(source, first))));
-  return "tensor '" + source.name + "': element " + std::to_string(first) + " is " + value + ", which " +
-         to_string(target) + " cannot hold (" + std::to_string(counts.overflow) + " beyond its range, " +
-         std::to_string(counts.nan) + " NaN, " + std::to_string(counts.infinity) + " infinite)";
+  return "tensor '" + printable(source.name) + "': element " + std::to_string(first) + " is " + value +
+         ", which " + to_string(target) + " cannot hold (" + std::to_string(counts.overflow) +
+         " beyond its range, " + std::to_string(counts.nan) + " NaN, " + std::to_string(counts.infinity) +
+         " infinite)";
 }
 
 }  // namespace detail
@@ -115,7 +117,7 @@ template <Element T>
                                                ConversionPolicy policy = {}) {
   std::size_t const count = source.bytes.size() / element_bytes(source.type);
   if (out.size() != count || source.bytes.size() % element_bytes(source.type) != 0) {
-    return fail(Errc::invalid_argument, "tensor '" + source.name +
+    return fail(Errc::invalid_argument, "tensor '" + detail::printable(source.name) +
                                             "': " + std::to_string(source.bytes.size()) +
                                             " bytes do not fill " + std::to_string(out.size()) + " elements");
   }

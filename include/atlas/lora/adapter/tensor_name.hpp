@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/adapter/load_options.hpp"
 #include "atlas/lora/adapter/module_names.hpp"
 #include "atlas/lora/config.hpp"
@@ -245,7 +246,7 @@ class PathResolver {
   }
 
   [[nodiscard]] std::string elsewhere(std::string_view wrapper) const {
-    return "lies under '" + std::string(wrapper) + "', the model's layers under '" + prefix_ +
+    return "lies under '" + printable(wrapper) + "', the model's layers under '" + prefix_ +
            "' (a prefix_map can rename it)";
   }
 
