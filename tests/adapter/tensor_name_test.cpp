@@ -217,6 +217,23 @@ TEST_CASE("a model's declared path refuses other paths, and a rename mends them"
   CHECK_FALSE(of(key, shape, options).reason.empty());  // whole segments only
 }
 
+TEST_CASE("a rename makes a table of another name the embedding's or the head's") {
+  LoadOptions const options{
+      .prefix_map = {{"transformer.wte", "model.embed_tokens"}, {"output", "lm_head"}, {"old", "new"}}};
+  ModelShape const shape = tiny_model(1);
+  TensorName const table = of("transformer.wte.weight", shape, options);
+  CHECK(table.kind == TensorKind::saved_module);
+  CHECK(table.part == ModelPart::embedding);
+  CHECK(table.path == "transformer.wte");
+  CHECK(table.reason.empty());
+  CHECK(of("transformer.wte.token_adapter.trainable_tokens_delta", shape, options).kind ==
+        TensorKind::token_rows);
+  CHECK(of("output.base_layer.weight", shape, options).part == ModelPart::head);
+  CHECK(of("transformer.wte.weight", shape).kind == TensorKind::unknown);
+  LoadOptions const away{.prefix_map = {{"model.embed_tokens", "model.wte"}}};
+  CHECK(of("model.embed_tokens.weight", shape, away).kind == TensorKind::unknown);
+}
+
 TEST_CASE("a reason is one line whatever the key holds") {
   LoadOptions const options{.model_prefix = "model"};
   CHECK(of("a\nb\x1b.layers.0.self_attn.q_proj.lora_A.weight", tiny_model(1), options).reason ==

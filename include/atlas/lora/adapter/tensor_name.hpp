@@ -279,12 +279,12 @@ class PathResolver {
     name.reason = "is nothing that a LoRA adapter has";
     return name;
   }
-  detail::PathResolver(shape, options.model_prefix)
-      .resolve(detail::renamed(name.path, options.prefix_map), name);
+  std::string const path_in_model = detail::renamed(name.path, options.prefix_map);
+  detail::PathResolver(shape, options.model_prefix).resolve(path_in_model, name);
   bool const table = kind == TensorKind::saved_module || kind == TensorKind::base_copy ||
                      kind == TensorKind::token_rows || kind == TensorKind::token_base;
-  bool const embedding = detail::ends_in_name(name.path, "embed_tokens");
-  bool const head = detail::ends_in_name(name.path, "lm_head");
+  bool const embedding = detail::ends_in_name(path_in_model, "embed_tokens");
+  bool const head = detail::ends_in_name(path_in_model, "lm_head");
   if (table && (embedding || head)) {
     name.part = embedding ? ModelPart::embedding : ModelPart::head;
     name.reason.clear();
