@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// Instantiates every kernel that the library's tunings pick, in every element type, for tools/kernel-resources.
+// Instantiates every kernel that the library's tunings pick, in every element type, for
+// tools/kernel-resources.
 #include "atlas/lora/kernels/delta.cuh"
 #include "atlas/lora/kernels/pair_delta.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
