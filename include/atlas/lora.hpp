@@ -23,6 +23,7 @@
 #include "atlas/lora/pool/pair.hpp"
 #include "atlas/lora/pool/pool.hpp"
 #include "atlas/lora/pool/slots.hpp"
+#include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 
 #include "atlas/lora/route/policy.hpp"

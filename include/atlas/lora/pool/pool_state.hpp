@@ -21,6 +21,7 @@
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/slots.hpp"
+#include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/steps.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/route_table.hpp"
@@ -139,6 +140,38 @@ class PoolState {
       slot.blank_due = false;
     }
     return {};
+  }
+
+  /// What an operator sees. The ledger's mutex is held.
+  [[nodiscard]] PoolSnapshot snapshot() const {
+    PoolSnapshot all;
+    all.memory = memory.needed;
+    all.spare = static_cast<std::int32_t>(ledger->free_places());
+    all.counters = ledger->counters;
+    all.slots.reserve(ledger->slots.size());
+    for (std::int32_t i = 0; ledger->contains(i); ++i) {
+      Slot const& slot = ledger->at(i);
+      SlotView const view = ledger->view(i);
+      SlotStatus& status = all.slots.emplace_back();
+      status.state = view.state;
+      status.bytes = view.bytes;
+      status.leases = view.leases;
+      status.last_use = view.last_use;
+      status.uses = view.uses;
+      status.pinned = i < options.pinned;
+      for (auto const* const content : {&slot.staged, &slot.tenant}) {
+        if (*content) all.content_bytes += (*content)->bytes;
+      }
+      auto const& shown = slot.staged ? slot.staged : slot.tenant;
+      if (!shown) continue;
+      status.name = shown->name;
+      status.id = shown->id;
+      status.generation = shown->generation;
+      status.tenancy = shown->tenancy;
+      status.rank = shown->rank;
+      status.active = slot.named && slot.tenant->name == ledger->active;
+    }
+    return all;
   }
 
   ModelShape const shape;
