@@ -18,6 +18,7 @@
 
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/cuda_backend.hpp"
+#include "atlas/lora/pool/host_tier.hpp"
 #include "atlas/lora/pool/identity.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/pair.hpp"

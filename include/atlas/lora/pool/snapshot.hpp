@@ -27,7 +27,7 @@ struct PoolCounters {
   std::uint64_t unloads = 0;       ///< adapters that were taken out by name
   /// Calls of `load`, `unload`, `acquire`, `acquire_active`, `set_active`, `begin_step` and `end_step` that
   /// failed, by code.
-  std::array<std::uint64_t, static_cast<std::size_t>(Errc::capturing) + 1> refusals{};
+  std::array<std::uint64_t, static_cast<std::size_t>(Errc::cancelled) + 1> refusals{};
 
   /// Those with this code.
   [[nodiscard]] constexpr std::uint64_t refused(Errc code) const noexcept {
