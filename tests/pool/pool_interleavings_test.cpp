@@ -43,7 +43,10 @@ std::vector<Operation> operations() {
   for (std::size_t content = 0; content < name_of.size(); ++content) all.push_back({Kind::load, 0, content});
   for (std::size_t content : {3U, 4U}) {
     all.push_back({Kind::fail_load, 0, content});
-    for (Operation const& inner : short_operations()) {
+    std::vector<Operation> in_load = short_operations();
+    in_load.push_back({Kind::load, 0, 3});  // two loads at one time, of the same and of other content
+    in_load.push_back({Kind::load, 0, 0});
+    for (Operation const& inner : in_load) {
       all.push_back({Kind::load, 0, content, std::make_shared<Operation const>(inner)});
     }
   }

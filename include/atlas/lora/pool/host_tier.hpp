@@ -246,7 +246,7 @@ class HostTier {
 template <class Pool, AdapterReader R>
 [[nodiscard]] Result<Staged> promote(Pool& pool, HostTier<R>& tier, std::string_view name,
                                      StageOptions const& options = {}) {
-  auto const content = tier.get(name);
+  auto const content = tier.get(name, options.stop);
   if (!content) return cuda::std::unexpected<Error>(content.error());
   return pool.load(name, **content, options);
 }

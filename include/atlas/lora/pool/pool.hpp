@@ -79,11 +79,11 @@ class AdapterPool {
   // --- the life of an adapter
 
   /// Packs `adapter` and stages it under `name`, in its own slot when nobody reads that, else in an empty or
-  /// idle one; an adapter that has to give way leaves now. Loads follow one another; nothing else waits for
-  /// them. The same content under the same name is not loaded again. The host waits for its copies, on a
-  /// stream of the pool's own. Errors: what `detail::check_adapter` and `convert` say of the adapter; a name
-  /// that is not `valid_name`; retryable `pool_full` and `spare_busy`; `out_of_memory` when all pinned slots
-  /// are taken; the backend's.
+  /// idle one; an adapter that has to give way leaves now. Two loads pack at one time and further ones wait;
+  /// nothing else waits for them. The same content under the same name is not loaded again. The host waits
+  /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter` and `convert` say of
+  /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full` and
+  /// `spare_busy`; `out_of_memory` when all pinned slots are taken; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
     auto staged = try_load(name, adapter, options);
@@ -277,14 +277,13 @@ class AdapterPool {
     auto const checked = detail::check_adapter(name, adapter, shape(), layout().max_rank(),
                                                state_->options.biases, options.leave_out_unserved);
     if (!checked) return forward_error(checked);
-    std::lock_guard<std::mutex> const one_load(state_->load_mutex);
+    auto const lane = state_->lanes.take(options.stop);
+    if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
+    if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
     std::int32_t place = 0;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
-      if (auto const present = ledger().present(name, adapter.digest, options.pinned)) {
-        ++ledger().counters.hits;
-        return Staged{present->first, present->second, {}};
-      }
+      if (auto const present = hit(name, adapter, options.pinned)) return *present;
       auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
       if (!slot) return forward_error(slot);
       auto const spare = ledger().take_place();
@@ -292,17 +291,29 @@ class AdapterPool {
         return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
       }
       place = *spare;
+      ++ledger().loading;
     }
-    auto const counts = state_->pack(place, adapter, options.conversion);
+    auto const counts = state_->pack(**lane, place, adapter, options);
+    bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    auto staged =
-        counts ? stage(name, adapter, options.pinned, place) : Result<Staged>(forward_error(counts));
-    if (!staged) {
-      ledger().give_back_place(place);
-      return staged;
-    }
-    staged->counts = *counts;
+    --ledger().loading;
+    // Another load may have brought the same meanwhile.
+    auto const present = counts ? hit(name, adapter, options.pinned) : std::nullopt;
+    auto staged = present  ? Result<Staged>(*present)
+                  : counts ? stage(name, adapter, options.pinned, place)
+                           : Result<Staged>(forward_error(counts));
+    if (!is_quiet) (**lane).unsettled = place;
+    if (is_quiet && (present || !staged)) ledger().give_back_place(place);
+    if (staged && !present) staged->counts = *counts;
     return staged;
+  }
+
+  // What a load of content that is there already returns.
+  std::optional<Staged> hit(std::string_view name, Adapter const& adapter, bool pinned) const {
+    auto const present = ledger().present(name, adapter.digest, pinned);
+    if (!present) return std::nullopt;
+    ++ledger().counters.hits;
+    return Staged{present->first, present->second, {}};
   }
 
   Result<void> open_step(Stream stream) {

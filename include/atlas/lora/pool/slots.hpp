@@ -132,6 +132,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   NameRegistry names;
   std::string active;  ///< name of the active adapter; empty for none
   PoolCounters counters;
+  std::int32_t loading = 0;  ///< loads that have taken a place and not staged it
 
   // --- what is where
 

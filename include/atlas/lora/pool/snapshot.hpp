@@ -62,6 +62,7 @@ struct PoolSnapshot {
   std::vector<SlotStatus> slots;  ///< `[max_slots]`
   MemoryNeeded memory;            ///< what the pool took when it was created
   std::size_t content_bytes = 0;  ///< of all contents as packed: published, staged and draining
+  std::int32_t loading = 0;       ///< loads that are packing now
   std::int32_t spare = 0;         ///< physical slots that a load can take now
   PoolCounters counters;
 
