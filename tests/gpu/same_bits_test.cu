@@ -80,6 +80,21 @@ TEST_SUITE("gpu") {
     }
   }
 
+  TEST_CASE_TEMPLATE("a pair in slot 0 and in slot 5 gives the same bits", T, float, __half, __nv_bfloat16) {
+    Shape const alone{.k_in = 416, .n_out = {200}, .ranks = {24}, .seed = 9};
+    Shape const sixth{.k_in = 416, .n_out = {200}, .ranks = {0, 0, 0, 0, 0, 24}, .seed = 9};
+    Batch<T> const first(alone, std::vector<std::int32_t>(11, 0));
+    Batch<T> other(sixth, std::vector<std::int32_t>(11, 5));
+    other.use_pair(5, first, 0);
+    for (std::int32_t r = 0; r < other.rows(); ++r) other.copy_row(r, first, r);
+    auto const want = first.run(Form::split);
+    for (Form const form : all_forms) {
+      if (!runs<T, T>(form)) continue;
+      INFO(name(form));
+      CHECK(same_bytes(other.run(form)[0], want[0]));
+    }
+  }
+
   TEST_CASE_TEMPLATE("one projection or three in a launch, the same bits", T, float, __half, __nv_bfloat16) {
     Shape const three{.k_in = 512, .n_out = {96, 64, 40}, .ranks = {16, 40}};
     Batch<T> const batch(three, mixed_slots(21, 2, 23));

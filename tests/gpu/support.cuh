@@ -216,7 +216,7 @@ class Batch {
         row_slots_(std::move(row_slots)),
         rows_(static_cast<std::int32_t>(row_slots_.size())),
         layout_{std::max(rows_, 1), static_cast<std::int32_t>(shape.ranks.size())},
-        plan_bytes_(layout_.bytes()),
+        plan_bytes_(std::vector<std::byte>(layout_.bytes())),
         x_device_(0) {
     Random random(shape.seed);
     max_rank_ = shape.max_rank;
@@ -277,6 +277,14 @@ class Batch {
       std::memcpy(y_[p].data() + shape_.offset + to * y_stride(p),
                   other.y_[p].data() + other.shape_.offset + from * other.y_stride(p),
                   static_cast<std::size_t>(shape_.n_out[p]) * sizeof(Y));
+    }
+  }
+
+  /// Gives a slot of every projection the weights of a slot of another batch, which must outlive this one.
+  void use_pair(std::int32_t slot, Batch const& other, std::int32_t from) {
+    for (std::size_t p = 0; p < cells_.size(); ++p) {
+      RouteCell<T> const cell = other.pairs_[p][static_cast<std::size_t>(from)].device_cell();
+      CUDA_OK(cudaMemcpy(cells_[p].data() + slot, &cell, sizeof cell, cudaMemcpyHostToDevice));
     }
   }
 
