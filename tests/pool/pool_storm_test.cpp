@@ -29,7 +29,7 @@ using namespace atlas_test;
 
 constexpr std::size_t num_names = 10;
 constexpr std::uint32_t versions = 4;  // contents of each name
-constexpr int requests_each = 3000;
+constexpr int requests_each = 500;
 
 // The host, with every `period`-th fallible call of each kind failing; 0 for none.
 class FailingBackend : public HostBackend {
