@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "atlas/lora/adapter/convert.hpp"
+#include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/model/families.hpp"
 #include "atlas/lora/reference/delta.hpp"
 #include "atlas/peft.hpp"
@@ -154,7 +155,7 @@ Report inspect(std::string const& directory, std::string const& model, ModelShap
        {std::pair(&adapter->experts, "experts"), std::pair(&adapter->router, "a router"),
         std::pair(&adapter->overlay, "token rows")}) {
     for (HostTensor const& tensor : *list) {
-      report.refusals.push_back("tensor '" + tensor.name + "': belongs to " + part +
+      report.refusals.push_back("tensor '" + detail::printable(tensor.name) + "': belongs to " + part +
                                 ", which a pool does not serve");
     }
   }
@@ -200,11 +201,12 @@ void print_text(Report const& report, ModelShape const& shape) {
   }
   for (std::string const& refusal : report.refusals) std::printf("  refused: %s\n", refusal.c_str());
   for (Comparison const& c : report.comparisons) {
+    std::string const module = detail::printable(c.module);
     if (c.fault.empty()) {
-      std::printf("  %s: differs from PEFT by %.2e of its largest |delta| %.4g: %s\n", c.module.c_str(),
+      std::printf("  %s: differs from PEFT by %.2e of its largest |delta| %.4g: %s\n", module.c_str(),
                   c.error, c.largest, c.held() ? "agrees" : "DISAGREES");
     } else {
-      std::printf("  %s: not compared: %s\n", c.module.c_str(), c.fault.c_str());
+      std::printf("  %s: not compared: %s\n", module.c_str(), c.fault.c_str());
     }
   }
   std::printf("%s\n", report.held() ? "can be served" : "cannot be served as it is");

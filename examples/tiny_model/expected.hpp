@@ -38,6 +38,9 @@ inline Expected read_expected(std::string const& directory) {
   if (ids.dtype != "I32" || ids.shape.size() != 2) {
     throw std::runtime_error(file.path() + ": input_ids is not I32 [rows, positions]");
   }
+  if (ids.shape[0] < 4 || ids.shape[1] < 8) {
+    throw std::runtime_error(file.path() + ": input_ids has fewer than 4 rows or 8 positions");
+  }
   auto const rows = static_cast<std::size_t>(ids.shape[0]),
              positions = static_cast<std::size_t>(ids.shape[1]);
 
@@ -49,7 +52,7 @@ inline Expected read_expected(std::string const& directory) {
   auto const read_logits = [&](char const* name) {
     auto const tensor = expect(file.read(name));
     if (tensor.type != atlas::lora::ElementType::f32 || tensor.shape.size() != 3 ||
-        tensor.shape[0] != ids.shape[0] || tensor.shape[1] != ids.shape[1]) {
+        tensor.shape[0] != ids.shape[0] || tensor.shape[1] != ids.shape[1] || tensor.shape[2] < 2) {
       throw std::runtime_error(file.path() + ": " + name + " is not F32 [rows, positions, vocab]");
     }
     auto const vocab = static_cast<std::size_t>(tensor.shape[2]);

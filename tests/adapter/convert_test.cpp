@@ -69,6 +69,16 @@ TEST_CASE("a value beyond the target is refused by tensor, place and value, or s
   CHECK(refusal<__nv_bfloat16>(f32({3.4e38F})).find("BF16 cannot hold (1 beyond") != std::string::npos);
 }
 
+TEST_CASE("a refusal is one line whatever the tensor is called") {
+  HostTensor source = f32({70000.0F});
+  source.name = "a\nb\x7f";
+  CHECK(refusal<__half>(source) ==
+        "tensor 'a?b?': element 0 is 70000, which F16 cannot hold (1 beyond its range, 0 NaN, 0 infinite)");
+  auto const counts = convert<float>(source, std::span<float>());
+  REQUIRE_FALSE(counts);
+  CHECK(counts.error().message == "tensor 'a?b?': 4 bytes do not fill 0 elements");
+}
+
 TEST_CASE("a small value that becomes zero is counted and one that becomes subnormal is not") {
   CHECK(converted<__half>(f32({6e-8F, 2e-8F, -2e-8F, 0.0F, -0.0F}), {.underflow = 2})[0] > 0.0F);
 }

@@ -86,6 +86,23 @@ TEST_CASE("whole tables are kept when they have the vocabulary's rows") {
   CHECK(says(fault(saved, {}), "field 'modules_to_save': 'embed_tokens' has no tensor in the file"));
 }
 
+TEST_CASE("tables that a rename makes the embedding's are what the configuration calls the embedding's") {
+  LoadOptions const options{.prefix_map = {{"transformer.wte", "model.embed_tokens"}}};
+  std::string const key = "base_model.model.transformer.wte.";
+  auto const rows = load(with(R"("trainable_token_indices":[9,2])"),
+                         {{key + "token_adapter.trainable_tokens_delta", {2, 8}}}, false, options);
+  REQUIRE_MESSAGE(rows, (rows ? "" : rows.error().message));
+  CHECK(rows->overlay.size() == 1);
+  auto const table =
+      load(with(R"("modules_to_save":["embed_tokens"])"), {{key + "weight", {16, 8}}}, false, options);
+  REQUIRE_MESSAGE(table, (table ? "" : table.error().message));
+  CHECK(table->overlay.size() == 1);
+  LoadOptions const nested{.prefix_map = {{"model", "model.language_model"}}};
+  CHECK(load(with(R"("modules_to_save":["model.embed_tokens"])"),
+             {{"base_model.model.model.embed_tokens.weight", {16, 8}}}, false, nested)
+            .has_value());
+}
+
 TEST_CASE("LoRA on the embedding is refused by its tensors, and a copy of the base's table is left out") {
   std::string const key = "base_model.model.model.embed_tokens.";
   std::string const message = fault(R"({"r":2,"lora_alpha":4,"target_modules":["q_proj","embed_tokens"]})",

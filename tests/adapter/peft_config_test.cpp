@@ -74,6 +74,16 @@ TEST_CASE("a rank that is absent or no positive integer is refused by name") {
   }
 }
 
+TEST_CASE("a rank beyond any adapter's is refused by name, also that of a pattern") {
+  auto const rank = [](std::string const& r) { return R"({"lora_alpha":16,"r":)" + r + "}"; };
+  CHECK(good(rank("65536")).r == 65536);
+  Error const error = bad(rank("65537"));
+  CHECK(error.code == Errc::bad_config);
+  CHECK(error.message == "c.json: field 'r': 65537 is beyond the largest rank, 65536");
+  CHECK(bad(with(R"("rank_pattern":{"q_proj":16777216})")).message ==
+        "c.json: field 'rank_pattern.q_proj': 16777216 is beyond the largest rank, 65536");
+}
+
 TEST_CASE(
     "patterns give modules a rank and an alpha of their own, the first that matches in the file's order") {
   PeftConfig const config =
@@ -121,6 +131,24 @@ TEST_CASE("patterns that are no patterns or have no values are refused by their 
              "field 'alpha_pattern': a list is not an object"));
   CHECK(says(bad(with(R"("rank_pattern":{"q_proj":4,"q_proj":8})")).message,
              "'rank_pattern.q_proj': said twice"));
+}
+
+TEST_CASE("patterns that are too large together are refused by the key that goes too far") {
+  // More than 1000 steps a key, so the 65th at the latest goes beyond 65536.
+  auto const entries = [](int first, int last) {
+    std::string out;
+    for (int i = first; i < last; ++i)
+      out += (out.empty() ? "\"" : ",\"") + std::to_string(i) + "a{1000}\":4";
+    return out;
+  };
+  CHECK(good(with("\"rank_pattern\":{" + entries(0, 60) + "}")).rank_pattern.size() == 60);
+  Error const error = bad(with("\"rank_pattern\":{" + entries(0, 3000) + "}"));
+  CHECK(error.code == Errc::unsupported);
+  CHECK(lines(error.message) == 1);
+  CHECK(says(error.message, "a{1000}': the patterns up to here are too large together"));
+  CHECK(says(bad(with("\"rank_pattern\":{" + entries(0, 40) + "},\"alpha_pattern\":{" + entries(0, 40) + "}"))
+                 .message,
+             "field 'alpha_pattern.2"));
 }
 
 TEST_CASE("every technique that is more than B A is refused by its field") {
@@ -270,6 +298,21 @@ TEST_CASE("every fault of a configuration is said at once, under the code of the
        {"'r'", "'lora_alpha'", "'use_dora'", "'new'", "'modules_to_save'", "'rank_pattern."}) {
     CHECK(says(error.message, field));
   }
+}
+
+TEST_CASE("of very many faults a thousand are said and the rest is counted") {
+  auto const unknown = [](int count) {
+    std::string out;
+    for (int i = 0; i < count; ++i) out += (out.empty() ? "\"u" : ",\"u") + std::to_string(i) + "\":1";
+    return out;
+  };
+  CHECK(lines(bad(with(unknown(1000))).message) == 1000);
+  CHECK_FALSE(says(bad(with(unknown(1000))).message, " more"));
+  std::string const message = bad(with(unknown(1007))).message;
+  CHECK(lines(message) == 1001);
+  CHECK(says(message, "field 'u999': "));
+  CHECK_FALSE(says(message, "field 'u1000': "));
+  CHECK(message.ends_with("\nand 7 more"));
 }
 
 TEST_CASE("a file is read with its size bounded") {

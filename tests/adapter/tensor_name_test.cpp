@@ -145,6 +145,29 @@ TEST_CASE("LoRA on the head is a linear's, when the model's list has a head") {
   CHECK(of("lm_head.lora_A.weight", headless).reason == "the model's list has no lm_head");
 }
 
+TEST_CASE("of two model-wide linears of one ending the longer name is the one") {
+  ModelShape const shape = *ModelShape::create({.num_layers = 1,
+                                                .modules = {{"attn", 8, 8, {0}},
+                                                            {"lm_head", 16, 8, {model_wide}},
+                                                            {"draft.lm_head", 12, 8, {model_wide}},
+                                                            {"heads.0", 12, 8, {model_wide}}}});
+  CHECK(place(of("draft.lm_head.lora_A.weight", shape), shape) == "-1 draft.lm_head");
+  CHECK(place(of("model.draft.lm_head.lora_A.weight", shape), shape) == "-1 draft.lm_head");
+  CHECK(place(of("lm_head.lora_A.weight", shape), shape) == "-1 lm_head");
+  CHECK(place(of("my.lm_head.lora_A.weight", shape), shape) == "-1 lm_head");
+  CHECK(place(of("model.heads.0.lora_A.weight", shape), shape) == "-1 heads.0");  // a number of its own name
+}
+
+TEST_CASE("a layer's own head is not the model's") {
+  for (char const* below :
+       {"model.layers.0.mtp.lm_head", "model.layers.0.lm_head", "model.layers.48.lm_head"}) {
+    CHECK(of(std::string(below) + ".lora_A.weight").reason == "names no linear of the model");
+    CHECK(
+        of(std::string(below) + ".lora_A.weight", *model_shape(tiny_config(1), {.lm_head = false})).reason ==
+        "names no linear of the model");
+  }
+}
+
 TEST_CASE("weights of the base and other tensors are nothing an adapter has") {
   CHECK(in_layers("3.self_attn.q_proj.lora_magnitude_vector").kind == TensorKind::magnitude);
   CHECK(in_layers("3.self_attn.q_proj.lora_magnitude_vector.default.weight").kind == TensorKind::magnitude);
@@ -161,6 +184,18 @@ TEST_CASE("weights of the base and other tensors are nothing an adapter has") {
   TensorName const bare = understand_tensor("model.layers.3.self_attn.k_proj.lora_A.weight", factory());
   CHECK(bare.kind == TensorKind::unknown);
   CHECK(bare.reason == "does not begin with base_model.model.");
+}
+
+TEST_CASE("a name that is too long is refused before it is looked at") {
+  std::string const end = "layers.0.self_attn.q_proj.lora_A.weight";
+  std::string const longest(1024 - 17 - 1 - end.size(), 'm');  // 17: base_model.model.
+  CHECK(place(of(longest + "." + end, tiny_model(1)), tiny_model(1)) == "0 self_attn.q_proj");
+  TensorName const longer = of("m" + longest + "." + end, tiny_model(1));
+  CHECK(longer.kind == TensorKind::unknown);
+  CHECK(longer.reason == "name too long, at most 1024 bytes expected");
+  std::string deep;
+  for (int i = 0; i < 200000; ++i) deep += "0.";
+  CHECK(of(deep + end, tiny_model(1)).reason == "name too long, at most 1024 bytes expected");
 }
 
 TEST_CASE("a model's declared path refuses other paths, and a rename mends them") {
@@ -180,6 +215,31 @@ TEST_CASE("a model's declared path refuses other paths, and a rename mends them"
   CHECK(mended.path == "model.layers.0.self_attn.q_proj");  // patterns still see the file's path
   options.prefix_map = {{"mod", "model.language_model"}};
   CHECK_FALSE(of(key, shape, options).reason.empty());  // whole segments only
+}
+
+TEST_CASE("a rename makes a table of another name the embedding's or the head's") {
+  LoadOptions const options{
+      .prefix_map = {{"transformer.wte", "model.embed_tokens"}, {"output", "lm_head"}, {"old", "new"}}};
+  ModelShape const shape = tiny_model(1);
+  TensorName const table = of("transformer.wte.weight", shape, options);
+  CHECK(table.kind == TensorKind::saved_module);
+  CHECK(table.part == ModelPart::embedding);
+  CHECK(table.path == "transformer.wte");
+  CHECK(table.reason.empty());
+  CHECK(of("transformer.wte.token_adapter.trainable_tokens_delta", shape, options).kind ==
+        TensorKind::token_rows);
+  CHECK(of("output.base_layer.weight", shape, options).part == ModelPart::head);
+  CHECK(of("transformer.wte.weight", shape).kind == TensorKind::unknown);
+  LoadOptions const away{.prefix_map = {{"model.embed_tokens", "model.wte"}}};
+  CHECK(of("model.embed_tokens.weight", shape, away).kind == TensorKind::unknown);
+}
+
+TEST_CASE("a reason is one line whatever the key holds") {
+  LoadOptions const options{.model_prefix = "model"};
+  CHECK(of("a\nb\x1b.layers.0.self_attn.q_proj.lora_A.weight", tiny_model(1), options).reason ==
+        "lies under 'a?b?.layers', the model's layers under 'model' (a prefix_map can rename it)");
+  CHECK(of("a\nb.lm_head.lora_A.weight", tiny_model(1), options).reason ==
+        "lies under 'a?b', the model's layers under 'model' (a prefix_map can rename it)");
 }
 
 TEST_CASE("renames may add and take away a beginning, and the first that fits is the one") {

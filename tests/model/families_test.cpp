@@ -259,6 +259,23 @@ TEST_CASE("what is wrong with a configuration is said by the field's name") {
   SUBCASE("widths whose product no kernel can index") {
     c.heads = 1 << 20;
     c.head_dim = 1 << 20;
-    CHECK(fault(c).message.find("self_attn.q_proj") != std::string::npos);
+    CHECK(fault(c).message ==
+          "model config: num_attention_heads is 1048576 of head_dim 1048576, too wide together");
+    c.heads = 1;
+    c.kv_heads = 2049;  // 2049 * 2^20 > 2^31
+    CHECK(fault(c).message ==
+          "model config: num_key_value_heads is 2049 of head_dim 1048576, too wide together");
+    c.kv_heads = 2047;  // 2047 * 2^20 fits
+    CHECK(model_shape(c).has_value());
+  }
+  SUBCASE("widths whose sum no integer holds") {
+    c.model_type = "phi3";
+    c.heads = c.kv_heads = c.head_dim = 2147483647;
+    CHECK(fault(c).code == Errc::bad_config);
+    CHECK(fault(c).message.find("num_attention_heads is 2147483647 of head_dim") != std::string::npos);
+  }
+  SUBCASE("widths of layers that the model does not have, however wide") {
+    c.linear_value_heads = c.linear_value_head_dim = std::int64_t{1} << 40;
+    CHECK(model_shape(c).has_value());
   }
 }

@@ -66,6 +66,18 @@ TEST_CASE("two modules may share a name in different layers and not in one") {
 
 TEST_CASE("a description that makes no sense is refused by the module's name") {
   SUBCASE("no layers") { CHECK(says(fault_of({}), "num_layers is 0")); }
+  SUBCASE("more layers than any model has") {
+    CHECK(says(fault_of({.num_layers = 2147483647}), "num_layers is 2147483647"));
+  }
+  SUBCASE("sizes below zero") {
+    CHECK(says(fault_of({.num_layers = 1, .hidden = -3}), "must not be negative"));
+    CHECK(says(fault_of({.num_layers = 1, .vocab = -4}), "must not be negative"));
+  }
+  SUBCASE("more experts than any model has") {
+    ModelDescription many{.num_layers = 1};
+    many.moe.num_experts = 2147483647;
+    CHECK(says(fault_of(many), "num_experts is 2147483647"));
+  }
   SUBCASE("a width of zero") {
     ModelDescription d = two_layers();
     d.modules[1].k_in = 0;

@@ -267,6 +267,34 @@ TEST_CASE("an element that the pool's type cannot hold stops the load at any pai
   CHECK(saturated.counts.overflow == 1);
   step(pool);
   CHECK(to_f32(pool.route(0, "q")->cell(0)->a[0]) == -65504.0F);
+  // Taken strictly, the same file is other content, and refused.
+  CHECK(code(pool.load("a", large)) == Errc::out_of_range);
+  Adapter const small = tiny_adapter(pool.shape(), 4, 8, {0});
+  std::uint64_t const strict = load(pool, "b", small).id;
+  step(pool);
+  CHECK(load(pool, "b", small, {.conversion = {.saturate_overflow = true}}).id != strict);
+}
+
+TEST_CASE("after a publication that failed at any call, a slot without a tenant comes to hold nothing") {
+  std::int64_t failures = 0;
+  for (bool failed = true; failed; ++failures) {
+    ScriptedBackend backend;
+    Pool pool = make_pool({.max_slots = 2, .max_rank = 8}, backend);
+    Adapter const first = tiny_adapter(pool.shape(), 1, 8, every_site);
+    Adapter const second = tiny_adapter(pool.shape(), 2, 2, every_site);
+    load(pool, "x", first);
+    arm(backend, failures);
+    failed = !pool.begin_step(stream).has_value();
+    backend.script().fail_at = -1;
+    if (!failed) break;
+    REQUIRE(pool.unload("x").has_value());
+    load(pool, "y", second);
+    for (int i = 0; i < 3; ++i) step(pool);
+    std::int32_t const slot = acquire(pool, "y").slot();
+    CHECK(slot_holds(pool, slot, &second));
+    CHECK(slot_holds(pool, 1 - slot, nullptr));
+  }
+  CHECK(failures >= 2);  // the copy and the event's record at least
 }
 
 }  // namespace

@@ -101,8 +101,9 @@ inline Error& Error::operator=(Error&&) noexcept = default;
 inline Error::~Error() = default;
 
 /// The outcome of a fallible host function: its value, or what went wrong. The part of `std::expected` that
-/// the library needs; not CCCL's, whose members are for host and device, so that nvcc warns about every value
-/// that owns memory.
+/// the library needs, with its meanings: `*`, `->` and `error()` are for the outcome that there is, which the
+/// caller has asked for (`ATLAS_ASSERT`). Not CCCL's, whose members are for host and device, so that nvcc
+/// warns about every value that owns memory.
 template <class T>
 class Result {
  public:
@@ -112,23 +113,34 @@ class Result {
   Result() requires std::is_default_constructible_v<T>
   = default;
   template <class U = T>
-  requires std::is_constructible_v<T, U> &&(!std::is_same_v<std::remove_cvref_t<U>, Result>)&&(
+  requires std::is_convertible_v<U, T> &&(!std::is_same_v<std::remove_cvref_t<U>, Result>)&&(
       !std::is_same_v<std::remove_cvref_t<U>, cuda::std::unexpected<Error>>)Result(U&& value)
       : outcome_(std::in_place_index<0>, std::forward<U>(value)) {}
   Result(cuda::std::unexpected<Error> error) : outcome_(std::in_place_index<1>, std::move(error).error()) {}
 
   [[nodiscard]] bool has_value() const noexcept { return outcome_.index() == 0; }
   [[nodiscard]] explicit operator bool() const noexcept { return has_value(); }
-  [[nodiscard]] T& operator*() & noexcept { return *std::get_if<0>(&outcome_); }
-  [[nodiscard]] T const& operator*() const& noexcept { return *std::get_if<0>(&outcome_); }
-  [[nodiscard]] T&& operator*() && noexcept { return std::move(*std::get_if<0>(&outcome_)); }
-  [[nodiscard]] T* operator->() noexcept { return std::get_if<0>(&outcome_); }
-  [[nodiscard]] T const* operator->() const noexcept { return std::get_if<0>(&outcome_); }
-  [[nodiscard]] Error& error() & noexcept { return *std::get_if<1>(&outcome_); }
-  [[nodiscard]] Error const& error() const& noexcept { return *std::get_if<1>(&outcome_); }
-  [[nodiscard]] Error&& error() && noexcept { return std::move(*std::get_if<1>(&outcome_)); }
+  [[nodiscard]] T& operator*() & noexcept { return *value(outcome_); }
+  [[nodiscard]] T const& operator*() const& noexcept { return *value(outcome_); }
+  [[nodiscard]] T&& operator*() && noexcept { return std::move(*value(outcome_)); }
+  [[nodiscard]] T* operator->() noexcept { return value(outcome_); }
+  [[nodiscard]] T const* operator->() const noexcept { return value(outcome_); }
+  [[nodiscard]] Error& error() & noexcept { return *fault(outcome_); }
+  [[nodiscard]] Error const& error() const& noexcept { return *fault(outcome_); }
+  [[nodiscard]] Error&& error() && noexcept { return std::move(*fault(outcome_)); }
 
  private:
+  template <class Outcome>
+  static auto* value(Outcome& outcome) noexcept {
+    ATLAS_ASSERT(outcome.index() == 0, "the value of a Result that failed");
+    return std::get_if<0>(&outcome);
+  }
+  template <class Outcome>
+  static auto* fault(Outcome& outcome) noexcept {
+    ATLAS_ASSERT(outcome.index() == 1, "the error of a Result that succeeded");
+    return std::get_if<1>(&outcome);
+  }
+
   std::variant<T, Error> outcome_;
 };
 

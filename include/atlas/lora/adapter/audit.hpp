@@ -54,7 +54,7 @@ struct AuditedParts {
   std::map<PairPlace, PairTensors> pairs;
   std::vector<TensorInfo const*> overlay;
   std::vector<std::string> pair_paths;  // of every pair's tensors, also those that the model has no place for
-  std::vector<std::string> table_paths;  // of every embedding's and head's tensors
+  std::vector<std::string> table_paths;  // of every embedding's and head's tensors, in the file and renamed
   std::int64_t linears_present = 0;
   std::vector<std::string> warnings;
 };
@@ -235,6 +235,7 @@ class Audit {
 
   void sort_table(TensorInfo const& tensor, TensorName const& name) {
     parts_.table_paths.push_back(name.path);
+    parts_.table_paths.push_back(renamed(name.path, options_.prefix_map));
     std::int64_t const hidden = shape_.hidden() > 0 ? shape_.hidden() : any;
     std::int64_t const vocab = shape_.vocab() > 0 ? shape_.vocab() : any;
     bool const rows_only = name.kind == TensorKind::token_rows;
@@ -251,7 +252,10 @@ class Audit {
 
   void check_token_rows(TensorInfo const& tensor, TensorName const& name) {
     for (TokenRows const& rows : config_->trainable_tokens) {
-      if (!ends_in_name(name.path, rows.module)) continue;
+      if (!ends_in_name(name.path, rows.module) &&
+          !ends_in_name(renamed(name.path, options_.prefix_map), rows.module)) {
+        continue;
+      }
       if (std::ssize(rows.ids) != tensor.shape[0]) {
         fault(Errc::shape_mismatch, tensor,
               "has " + std::to_string(tensor.shape[0]) + " rows, trainable_token_indices has " +

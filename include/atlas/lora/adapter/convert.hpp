@@ -14,6 +14,7 @@
 #include <string>
 
 #include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/status.hpp"
@@ -45,44 +46,64 @@ inline constexpr float largest_finite = std::same_as<T, float>    ? std::numeric
 
 namespace detail {
 
-/// Element `index` of a tensor in f32, which holds every value of every element type.
-[[nodiscard]] inline float element_at(HostTensor const& tensor, std::size_t index) noexcept {
+/// The bits of element `index` of a tensor in f32, which holds every value of every element type.
+[[nodiscard]] inline std::uint32_t f32_bits_at(HostTensor const& tensor, std::size_t index) noexcept {
   if (tensor.type == ElementType::f32) {
-    float value = 0.0F;
-    std::memcpy(&value, tensor.bytes.data() + 4 * index, 4);
-    return value;
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, tensor.bytes.data() + 4 * index, 4);
+    return bits;
   }
   std::uint16_t bits = 0;
   std::memcpy(&bits, tensor.bytes.data() + 2 * index, 2);
-  return cuda::std::bit_cast<float>(tensor.type == ElementType::f16 ? f32_bits_of_f16(bits)
-                                                                    : f32_bits_of_bf16(bits));
+  return tensor.type == ElementType::f16 ? f32_bits_of_f16(bits) : f32_bits_of_bf16(bits);
 }
 
-/// Rounds one value and counts what happens to it.
+/// An f32's bits without its sign: above `infinite_bits` for NaN. What the bits say holds with -ffast-math
+/// too, which takes every float for finite.
+[[nodiscard]] constexpr std::uint32_t magnitude_bits(std::uint32_t f32) noexcept { return f32 & 0x7fffffffU; }
+inline constexpr std::uint32_t infinite_bits = 0x7f800000U;
+
+/// The bits in f32 of what an f32 is rounded to in `T`.
 template <Element T>
-[[nodiscard]] T narrow(float value, ConversionCounts& counts) noexcept {
-  T const rounded = from_f32<T>(value);
-  if (std::isnan(value)) {
+[[nodiscard]] constexpr std::uint32_t rounded_bits(std::uint32_t f32) noexcept {
+  if constexpr (std::same_as<T, float>) {
+    return f32;
+  } else if constexpr (std::same_as<T, __half>) {
+    return f32_bits_of_f16(f16_bits(f32));
+  } else {
+    return f32_bits_of_bf16(bf16_bits(f32));
+  }
+}
+
+/// Rounds the f32 of the given bits and counts what happens to it.
+template <Element T>
+[[nodiscard]] T narrow(std::uint32_t f32, ConversionCounts& counts) noexcept {
+  std::uint32_t const magnitude = magnitude_bits(f32);
+  std::uint32_t const rounded = magnitude_bits(rounded_bits<T>(f32));
+  float const value = cuda::std::bit_cast<float>(f32);
+  if (magnitude > infinite_bits) {
     ++counts.nan;
-  } else if (std::isinf(value)) {
+  } else if (magnitude == infinite_bits) {
     ++counts.infinity;
-  } else if (std::isinf(to_f32(rounded))) {
+  } else if (rounded == infinite_bits) {
     ++counts.overflow;
     return from_f32<T>(std::copysign(largest_finite<T>, value));
-  } else if (value != 0.0F && to_f32(rounded) == 0.0F) {
+  } else if (magnitude != 0 && rounded == 0) {
     ++counts.underflow;
   }
-  return rounded;
+  return from_f32<T>(value);
 }
 
 /// The words of a refused conversion: what came first, and how much there is of it.
 [[nodiscard]] inline std::string refusal(HostTensor const& source, ElementType target, std::size_t first,
                                          ConversionCounts const& counts) {
   char value[32];
-  std::snprintf(value, sizeof value, "%.9g", static_cast<double>(element_at(source, first)));
-  return "tensor '" + source.name + "': element " + std::to_string(first) + " is " + value + ", which " +
-         to_string(target) + " cannot hold (" + std::to_string(counts.overflow) + " beyond its range, " +
-         std::to_string(counts.nan) + " NaN, " + std::to_string(counts.infinity) + " infinite)";
+  std::snprintf(value, sizeof value, "%.9g",
+                static_cast<double>(cuda::std::bit_cast<float>(f32_bits_at(source, first))));
+  return "tensor '" + printable(source.name) + "': element " + std::to_string(first) + " is " + value +
+         ", which " + to_string(target) + " cannot hold (" + std::to_string(counts.overflow) +
+         " beyond its range, " + std::to_string(counts.nan) + " NaN, " + std::to_string(counts.infinity) +
+         " infinite)";
 }
 
 }  // namespace detail
@@ -96,14 +117,14 @@ template <Element T>
                                                ConversionPolicy policy = {}) {
   std::size_t const count = source.bytes.size() / element_bytes(source.type);
   if (out.size() != count || source.bytes.size() % element_bytes(source.type) != 0) {
-    return fail(Errc::invalid_argument, "tensor '" + source.name +
+    return fail(Errc::invalid_argument, "tensor '" + detail::printable(source.name) +
                                             "': " + std::to_string(source.bytes.size()) +
                                             " bytes do not fill " + std::to_string(out.size()) + " elements");
   }
   ConversionCounts counts;
   std::size_t first = count;
   for (std::size_t i = 0; i < count; ++i) {
-    out[i] = detail::narrow<T>(detail::element_at(source, i), counts);
+    out[i] = detail::narrow<T>(detail::f32_bits_at(source, i), counts);
     bool const refused = (!policy.saturate_overflow && counts.overflow > 0) ||
                          (!policy.keep_non_finite && counts.nan + counts.infinity > 0);
     if (refused && first == count) first = i;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/status.hpp"
@@ -22,27 +23,32 @@ namespace atlas::lora::inline v0::detail {
   return text.size() > longest ? out + "..." : out;
 }
 
-/// The faults found so far: one line each, under the code of the first.
+/// The faults found so far: one line each, under the code of the first. After `most_lines` the rest is only
+/// counted.
 class Faults {
  public:
+  static constexpr std::size_t most_lines = 1000;
+
   void add(Errc code, std::string const& line) {
-    if (error_.code == Errc::ok) {
-      error_.code = code;
-    } else {
-      error_.message += '\n';
-    }
+    if (lines_++ == 0) error_.code = code;
+    if (lines_ > most_lines) return;
+    if (lines_ > 1) error_.message += '\n';
     error_.message += line;
   }
   void add(Error const& error) { add(error.code, error.message); }
 
-  [[nodiscard]] bool empty() const noexcept { return error_.code == Errc::ok; }
-  [[nodiscard]] Error const& error() const noexcept { return error_; }
+  [[nodiscard]] bool empty() const noexcept { return lines_ == 0; }
 
   /// The failing outcome of any `Result<T>`; at least one fault must have been added.
-  [[nodiscard]] cuda::std::unexpected<Error> failure() const { return cuda::std::unexpected<Error>(error_); }
+  [[nodiscard]] cuda::std::unexpected<Error> failure() const {
+    Error error = error_;
+    if (lines_ > most_lines) error.message += "\nand " + std::to_string(lines_ - most_lines) + " more";
+    return cuda::std::unexpected<Error>(std::move(error));
+  }
 
  private:
   Error error_;
+  std::size_t lines_ = 0;
 };
 
 }  // namespace atlas::lora::inline v0::detail

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -93,11 +92,11 @@ class AdapterLoader {
     }
     std::size_t const count = tensor->bytes.size() / element_bytes(tensor->type);
     for (std::size_t i = 0; i < count && !options_.keep_non_finite; ++i) {
-      float const value = element_at(*tensor, i);
-      if (std::isfinite(value)) continue;
+      std::uint32_t const magnitude = magnitude_bits(f32_bits_at(*tensor, i));
+      if (magnitude < infinite_bits) continue;
       faults_.add(Errc::out_of_range, tensors_path_ + ": tensor '" + printable(info.name) + "': element " +
                                           std::to_string(i) + " is " +
-                                          (std::isnan(value) ? "NaN" : "infinite"));
+                                          (magnitude > infinite_bits ? "NaN" : "infinite"));
       return std::nullopt;
     }
     return std::move(*tensor);
@@ -110,7 +109,7 @@ class AdapterLoader {
 
   void read_pair(SafetensorsFile const& file, PairPlace const& place, PairTensors const& pair) {
     float const scale = config_.scale_of(pair.path);
-    if (!std::isfinite(scale)) {
+    if (magnitude_bits(cuda::std::bit_cast<std::uint32_t>(scale)) >= infinite_bits) {
       faults_.add(Errc::out_of_range, config_path_ + ": field 'lora_alpha': the scale of '" +
                                           printable(pair.path) + "' is beyond f32");
     }

@@ -293,6 +293,9 @@ class Pattern {
   /// Python's `re.fullmatch`: whether the whole of `text` matches.
   [[nodiscard]] bool full_match(std::string_view text) const { return run(text, true); }
 
+  /// How many steps it was compiled to: what bounds its memory, and the time of a match by the text's length.
+  [[nodiscard]] std::size_t steps() const noexcept { return steps_.size(); }
+
  private:
   using Kind = PatternStep::Kind;
 

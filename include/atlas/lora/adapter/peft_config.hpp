@@ -166,7 +166,7 @@ class PeftConfigReader {
     PeftConfig config;
     if (!fields_.is_object()) return config;
     kind();
-    config.r = fields_.positive("r");
+    config.r = fields_.rank("r");
     config.lora_alpha = fields_.number("lora_alpha");
     config.use_rslora = fields_.flag("use_rslora");
     config.lora_bias = fields_.flag("lora_bias");
@@ -180,9 +180,8 @@ class PeftConfigReader {
     config.modules_to_save = saved_modules();
     config.layers_to_transform = fields_.indices("layers_to_transform");
     config.layers_pattern = fields_.strings("layers_pattern");
-    patterns("rank_pattern", config.rank_pattern, [this](std::string const& field, JsonValue const& value) {
-      return fields_.positive(field, value);
-    });
+    patterns("rank_pattern", config.rank_pattern,
+             [this](std::string const& field, JsonValue const& value) { return fields_.rank(field, value); });
     patterns("alpha_pattern", config.alpha_pattern, [this](std::string const& field, JsonValue const& value) {
       return fields_.number(field, value);
     });
@@ -279,6 +278,12 @@ class PeftConfigReader {
                       "a pattern that is not understood: " + pattern.error().message);
         continue;
       }
+      // One pattern is bounded by its compiler, but nothing else bounds how many there are.
+      pattern_steps_ += pattern->steps();
+      if (pattern_steps_ > most_pattern_steps) {
+        fields_.fault(Errc::unsupported, name, "the patterns up to here are too large together");
+        return;
+      }
       out.push_back({member.name, read(name, member.value), std::move(*pattern)});
     }
   }
@@ -307,7 +312,10 @@ class PeftConfigReader {
     return text;
   }
 
+  static constexpr std::size_t most_pattern_steps = 65536;  // of rank_pattern and alpha_pattern, 3 MiB
+
   PeftFields fields_;
+  std::size_t pattern_steps_ = 0;
 };
 
 /// Parses and reads a configuration, gathering its faults; what could be read is returned.

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -18,6 +17,9 @@
 #include "atlas/lora/status.hpp"
 
 namespace atlas::lora::inline v0::detail {
+
+/// Far beyond any adapter; bounds the memory that a sparse file can ask for.
+inline constexpr std::int32_t most_rank = 65536;
 
 /// Reads fields and adds a fault, naming the field, for each that is not what it should be. An absent field
 /// and a null are the same where a field has a default.
@@ -42,19 +44,24 @@ class PeftFields {
   }
   [[nodiscard]] JsonValue const* peek(std::string_view field) const { return json_.find(field); }
 
-  /// A needed integer in [1, 2^31).
-  std::int32_t positive(char const* field) {
+  /// A needed rank, in [1, most_rank].
+  std::int32_t rank(char const* field) {
     JsonValue const* const value = take(field);
     if (value == nullptr) {
       fault(Errc::bad_config, field, "absent");
       return 0;
     }
-    return positive(field, *value);
+    return rank(field, *value);
   }
-  std::int32_t positive(std::string const& field, JsonValue const& value) {
+  std::int32_t rank(std::string const& field, JsonValue const& value) {
     std::int64_t const* const integer = value.integer();
-    if (integer == nullptr || *integer < 1 || *integer > std::numeric_limits<std::int32_t>::max()) {
+    if (integer == nullptr || *integer < 1) {
       fault(Errc::bad_config, field, describe(value) + " is not an integer of at least 1");
+      return 0;
+    }
+    if (*integer > most_rank) {
+      fault(Errc::bad_config, field,
+            describe(value) + " is beyond the largest rank, " + std::to_string(most_rank));
       return 0;
     }
     return static_cast<std::int32_t>(*integer);

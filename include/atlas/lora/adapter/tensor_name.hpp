@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/adapter/load_options.hpp"
 #include "atlas/lora/adapter/module_names.hpp"
 #include "atlas/lora/config.hpp"
@@ -58,6 +59,9 @@ struct TensorName {
 };
 
 namespace detail {
+
+/// Bytes of a key. Resolving one takes time by the square of its length, and no module lies this deep.
+inline constexpr std::size_t longest_key = 1024;
 
 /// Segments `[first, last)` with their dots.
 [[nodiscard]] inline std::string join(std::span<std::string_view const> segments) {
@@ -142,12 +146,18 @@ class PathResolver {
     if (model_wide_linear(path, name)) return;
     if (ends_in_name(path, "embed_tokens") || ends_in_name(path, "lm_head")) {
       name.part = ends_in_name(path, "lm_head") ? ModelPart::head : ModelPart::embedding;
-      return;
+      if (!names_layer(path)) return;
     }
     if (name.reason.empty()) name.reason = "names no linear of the model";
   }
 
  private:
+  [[nodiscard]] static bool names_layer(std::string_view path) {
+    auto const segments = segments_of(path);
+    return std::any_of(segments.begin(), segments.end(),
+                       [](std::string_view segment) { return index_of(segment).has_value(); });
+  }
+
   // Whether `below` is something that layers have; if so, `name` is filled in or says why it does not fit.
   bool in_layer(std::int32_t layer, std::string wrapper, std::string const& below, TensorName& name) const {
     bool const linear =
@@ -211,18 +221,21 @@ class PathResolver {
   }
 
   bool model_wide_linear(std::string_view path, TensorName& name) const {
+    Module const* longest = nullptr;  // of `draft.lm_head` and `lm_head`, what the path says more of
     for (Module const& module : shape_.modules()) {
       if (module.layers.front() != model_wide || !ends_in_name(path, module.name)) continue;
-      name.part = ModelPart::linear;
-      name.site = *shape_.find(model_wide, module.name);
-      bool const bare = path.size() == module.name.size();
-      name.wrapper = bare ? "" : std::string(path.substr(0, path.size() - module.name.size() - 1));
-      // A head stands beside the part that holds the layers, or in it.
-      if (!prefix_.empty() && !bare && !begins_with_name(prefix_, name.wrapper))
-        name.reason = elsewhere(name.wrapper);
-      return true;
+      if (longest == nullptr || module.name.size() > longest->name.size()) longest = &module;
     }
-    return false;
+    if (longest == nullptr) return false;
+    bool const bare = path.size() == longest->name.size();
+    std::string_view const wrapper = path.substr(0, bare ? 0 : path.size() - longest->name.size() - 1);
+    if (names_layer(wrapper)) return false;  // a layer's own linear of that name, not the model's
+    name.part = ModelPart::linear;
+    name.site = *shape_.find(model_wide, longest->name);
+    name.wrapper = wrapper;
+    // A head stands beside the part that holds the layers, or in it.
+    if (!prefix_.empty() && !bare && !begins_with_name(prefix_, wrapper)) name.reason = elsewhere(wrapper);
+    return true;
   }
 
   void check_wrapper(std::string_view wrapper, TensorName& name) const {
@@ -233,7 +246,7 @@ class PathResolver {
   }
 
   [[nodiscard]] std::string elsewhere(std::string_view wrapper) const {
-    return "lies under '" + std::string(wrapper) + "', the model's layers under '" + prefix_ +
+    return "lies under '" + printable(wrapper) + "', the model's layers under '" + prefix_ +
            "' (a prefix_map can rename it)";
   }
 
@@ -251,6 +264,10 @@ class PathResolver {
                                                   LoadOptions const& options = {}) {
   constexpr std::string_view peft_prefix = "base_model.model.";
   TensorName name;
+  if (key.size() > detail::longest_key) {
+    name.reason = "name too long, at most " + std::to_string(detail::longest_key) + " bytes expected";
+    return name;
+  }
   if (!key.starts_with(peft_prefix)) {
     name.reason = "does not begin with base_model.model.";
     return name;
@@ -262,12 +279,12 @@ class PathResolver {
     name.reason = "is nothing that a LoRA adapter has";
     return name;
   }
-  detail::PathResolver(shape, options.model_prefix)
-      .resolve(detail::renamed(name.path, options.prefix_map), name);
+  std::string const path_in_model = detail::renamed(name.path, options.prefix_map);
+  detail::PathResolver(shape, options.model_prefix).resolve(path_in_model, name);
   bool const table = kind == TensorKind::saved_module || kind == TensorKind::base_copy ||
                      kind == TensorKind::token_rows || kind == TensorKind::token_base;
-  bool const embedding = detail::ends_in_name(name.path, "embed_tokens");
-  bool const head = detail::ends_in_name(name.path, "lm_head");
+  bool const embedding = detail::ends_in_name(path_in_model, "embed_tokens");
+  bool const head = detail::ends_in_name(path_in_model, "lm_head");
   if (table && (embedding || head)) {
     name.part = embedding ? ModelPart::embedding : ModelPart::head;
     name.reason.clear();

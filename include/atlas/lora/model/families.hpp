@@ -84,10 +84,6 @@ struct FamilyTraits {
   return {};
 }
 
-inline constexpr std::int32_t most_layers =
-    65536;  // far beyond any model; bounds what a bad file can ask for
-inline constexpr std::int32_t most_experts = 65536;
-
 /// Whether layer `layer` of a hybrid mixes tokens with softmax attention.
 [[nodiscard]] inline bool is_full_attention(ModelConfig const& c, std::int32_t layer) noexcept {
   if (!c.layer_types.empty()) {
@@ -122,6 +118,11 @@ inline constexpr std::int32_t most_experts = 65536;
   if (outside(c.kv_heads, widest)) return bad("num_key_value_heads", c.kv_heads);
   if (c.head_dim == 0 && !traits.head_dim_needed && c.hidden % c.heads == 0) c.head_dim = c.hidden / c.heads;
   if (outside(c.head_dim, widest)) return bad("head_dim", c.head_dim);
+  for (auto const& [field, heads] :
+       {std::pair("num_attention_heads", c.heads), std::pair("num_key_value_heads", c.kv_heads)}) {
+    if (heads > widest / c.head_dim)
+      return bad(field, heads) + " of head_dim " + std::to_string(c.head_dim) + ", too wide together";
+  }
   if (outside(c.vocab, widest)) return bad("vocab_size", c.vocab);
   if (c.num_experts < 0 || c.num_experts > most_experts) return bad("num_experts", c.num_experts);
   if (c.num_experts > 0 && (traits.family == Family::dense || traits.family == Family::fused)) {
@@ -218,7 +219,8 @@ struct LayerKinds {
     add("mlp.gate_proj", c.intermediate, c.hidden, kinds.dense);
     add("mlp.up_proj", c.intermediate, c.hidden, kinds.dense);
     add("mlp.down_proj", c.hidden, c.intermediate, kinds.dense);
-    add("linear_attn.out_proj", c.hidden, c.linear_value_heads * c.linear_value_head_dim, kinds.linear);
+    if (linear)
+      add("linear_attn.out_proj", c.hidden, c.linear_value_heads * c.linear_value_head_dim, kinds.linear);
   }
   if (shared) {
     add("mlp.shared_expert.gate_proj", c.shared_expert_intermediate, c.hidden, kinds.moe);

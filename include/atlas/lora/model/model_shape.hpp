@@ -21,6 +21,12 @@
 
 namespace atlas::lora::inline v0 {
 
+namespace detail {
+/// Far beyond any model; they bound what a bad description can ask for.
+inline constexpr std::int32_t most_layers = 65536;
+inline constexpr std::int32_t most_experts = 65536;
+}  // namespace detail
+
 /// What a model has beside dense linears: routed experts. `num_experts` 0 means a dense model.
 struct MoeShape {
   std::int32_t num_experts = 0;
@@ -60,14 +66,21 @@ class ModelShape {
     return shape;
   }
 
+  /// Layers, at least 1 unless the model is empty.
   [[nodiscard]] std::int32_t num_layers() const noexcept { return description_.num_layers; }
+  /// The linears, in the description's order.
   [[nodiscard]] std::span<Module const> modules() const noexcept { return description_.modules; }
+  /// The linear of a site of this model.
   [[nodiscard]] Module const& module(Site site) const noexcept {
     return description_.modules[static_cast<std::size_t>(site.module)];
   }
+  /// The routed experts; `num_experts` 0 where there are none.
   [[nodiscard]] MoeShape const& moe() const noexcept { return description_.moe; }
+  /// Elements of an embedding row, or 0.
   [[nodiscard]] std::int64_t hidden() const noexcept { return description_.hidden; }
+  /// Rows of the embedding, or 0.
   [[nodiscard]] std::int64_t vocab() const noexcept { return description_.vocab; }
+  /// Whether `lm_head` is the embedding.
   [[nodiscard]] bool tied_head() const noexcept { return description_.tied_head; }
 
   /// Every place that may have a pair, in packing order: layers ascending, modules in list order within a
@@ -97,8 +110,11 @@ class ModelShape {
 
  private:
   static std::string check(ModelDescription const& d) {
-    if (d.num_layers < 1)
-      return "model: num_layers is " + std::to_string(d.num_layers) + ", at least 1 needed";
+    if (d.num_layers < 1 || d.num_layers > detail::most_layers) {
+      return "model: num_layers is " + std::to_string(d.num_layers) + ", must be in [1, " +
+             std::to_string(detail::most_layers) + "]";
+    }
+    if (d.hidden < 0 || d.vocab < 0) return "model: hidden and vocab must not be negative";
     for (std::size_t i = 0; i < d.modules.size(); ++i) {
       Module const& m = d.modules[i];
       std::string const name = "module '" + m.name + "'";
@@ -132,6 +148,10 @@ class ModelShape {
 
   static std::string check_experts(ModelDescription const& d) {
     MoeShape const& moe = d.moe;
+    if (moe.num_experts > detail::most_experts) {
+      return "model: num_experts is " + std::to_string(moe.num_experts) + ", at most " +
+             std::to_string(detail::most_experts) + " allowed";
+    }
     if (moe.num_experts == 0 && moe.layers.empty()) return {};
     if (moe.num_experts < 1) return "experts: num_experts is " + std::to_string(moe.num_experts);
     constexpr std::int64_t widest = std::numeric_limits<std::int32_t>::max();

@@ -37,6 +37,15 @@ struct StageOptions {
 
 namespace detail {
 
+/// The digest of `adapter` as a pool applies it: what it was told to leave out or to mend on conversion is
+/// another content than the same file taken strictly.
+[[nodiscard]] constexpr Digest applied_digest(Adapter const& adapter, StageOptions const& options) noexcept {
+  std::uint64_t const told = (options.leave_out_unserved ? 1u : 0u) |
+                             (options.conversion.saturate_overflow ? 2u : 0u) |
+                             (options.conversion.keep_non_finite ? 4u : 0u);
+  return {adapter.digest.low, adapter.digest.high ^ (told * 0x9e3779b97f4a7c15u)};
+}
+
 /// Elements of one pair as packed: A `[rank, k_in]`, B `[n_out, padded_rank(rank)]`, bias `[n_out]` or
 /// nothing.
 struct PackedExtent {

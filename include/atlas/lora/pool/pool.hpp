@@ -283,7 +283,7 @@ class AdapterPool {
     std::int32_t place = 0;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
-      if (auto const present = hit(name, adapter, options.pinned)) return *present;
+      if (auto const present = hit(name, adapter, options)) return *present;
       auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
       if (!slot) return forward_error(slot);
       auto const spare = ledger().take_place();
@@ -298,9 +298,9 @@ class AdapterPool {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     --ledger().loading;
     // Another load may have brought the same meanwhile.
-    auto const present = counts ? hit(name, adapter, options.pinned) : std::nullopt;
+    auto const present = counts ? hit(name, adapter, options) : std::nullopt;
     auto staged = present  ? Result<Staged>(*present)
-                  : counts ? stage(name, adapter, options.pinned, place)
+                  : counts ? stage(name, adapter, options, place)
                            : Result<Staged>(forward_error(counts));
     if (!is_quiet) (**lane).unsettled = place;
     if (is_quiet && (present || !staged)) ledger().give_back_place(place);
@@ -309,8 +309,9 @@ class AdapterPool {
   }
 
   // What a load of content that is there already returns.
-  std::optional<Staged> hit(std::string_view name, Adapter const& adapter, bool pinned) const {
-    auto const present = ledger().present(name, adapter.digest, pinned);
+  std::optional<Staged> hit(std::string_view name, Adapter const& adapter,
+                            StageOptions const& options) const {
+    auto const present = ledger().present(name, detail::applied_digest(adapter, options), options.pinned);
     if (!present) return std::nullopt;
     ++ledger().counters.hits;
     return Staged{present->first, present->second, {}};
@@ -363,14 +364,16 @@ class AdapterPool {
   }
 
   // Stages what is packed in `place`; on failure nothing has changed.
-  Result<Staged> stage(std::string_view name, Adapter const& adapter, bool pinned, std::int32_t place) {
-    auto const slot = choose(name, pinned);
+  Result<Staged> stage(std::string_view name, Adapter const& adapter, StageOptions const& options,
+                       std::int32_t place) {
+    auto const slot = choose(name, options.pinned);
     if (!slot) return forward_error(slot);
-    auto const id = ledger().names.identify(name, adapter.digest);
+    Digest const digest = detail::applied_digest(adapter, options);
+    auto const id = ledger().names.identify(name, digest);
     if (!id) return forward_error(id);
     state_->write_image(*slot, place, adapter);
     SlotKey const key =
-        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, adapter.digest, place,
+        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, digest, place,
                                              detail::packed_bytes(adapter, shape(), sizeof(T)),
                                              largest_rank(adapter), ledger().names.generation(name)});
     return Staged{key, *id, {}};

@@ -224,6 +224,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   /// that fails half-way, its tenant can no longer be leased, and the slot waits for that step.
   void overwrite(Slot& slot, std::size_t stream) {
     slot.named = false;
+    slot.blank_due = true;  // until the publication is known to have succeeded
     if (slot.stamps.size() <= stream) slot.stamps.resize(stream + 1);
     slot.stamps[stream] = std::max(slot.stamps[stream], steps[stream].begun + 1);
   }

@@ -20,7 +20,8 @@ namespace atlas::lora::inline v0 {
 
 namespace detail {
 
-/// Keeps the compiler from fusing `value` with what comes next, under any flags.
+/// Keeps the compiler from fusing `value` with what comes next, whatever it may contract
+/// (-ffp-contract=fast). A build that lets it reorder sums (-ffast-math) has bits of its own.
 inline float rounded(float value) noexcept {
   asm volatile("" : "+m"(value));
   return value;

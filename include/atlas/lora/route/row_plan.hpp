@@ -54,9 +54,11 @@ struct RowPlanLayout {
   std::int32_t capacity_rows = 0;
   std::int32_t max_slots = 0;
 
+  /// Groups that can occur. Both fields must not be negative.
   [[nodiscard]] constexpr std::int32_t max_groups() const noexcept {
     return std::min(capacity_rows, max_slots);
   }
+  /// Where row slots, groups and rows begin, and where the buffer ends; bytes.
   [[nodiscard]] constexpr std::size_t row_slots_offset() const noexcept { return sizeof(RowPlanHeader); }
   [[nodiscard]] constexpr std::size_t groups_offset() const noexcept {
     return row_slots_offset() + round_up_16(static_cast<std::size_t>(capacity_rows) * sizeof(std::int32_t));

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// Device memory and random values for the GPU tests.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <cuda_runtime.h>
+#include <doctest/doctest.h>
+
+#include "atlas/lora/element.hpp"
+
+namespace atlas_test {
+
+using namespace atlas::lora;
+
+/// Stops the test at a failed device call.
+inline void check(cudaError_t error, char const* what) {
+  if (error != cudaSuccess) {
+    MESSAGE(std::string(what) << ": " << std::string(cudaGetErrorName(error)));
+    FAIL("a device call failed");
+    std::abort();  // later calls would only report the same sticky error
+  }
+}
+#define CUDA_OK(call) ::atlas_test::check((call), #call)
+
+/// Small shapes only, for runs under compute-sanitizer.
+inline bool small_shapes() { return std::getenv("ATLAS_TEST_SMALL") != nullptr; }
+
+/// Device memory, freed with its owner.
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(std::size_t count) : count_(count) {
+    CUDA_OK(cudaMalloc(&data_, bytes() == 0 ? 1 : bytes()));
+  }
+  explicit DeviceArray(std::vector<T> const& host) : DeviceArray(host.size()) { upload(host); }
+  ~DeviceArray() { static_cast<void>(cudaFree(data_)); }
+  DeviceArray(DeviceArray&& other) noexcept : data_(other.data_), count_(other.count_) {
+    other.data_ = nullptr;
+  }
+  DeviceArray(DeviceArray const&) = delete;
+  DeviceArray& operator=(DeviceArray const&) = delete;
+  DeviceArray& operator=(DeviceArray&&) = delete;
+
+  void upload(std::vector<T> const& host) {
+    CUDA_OK(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  [[nodiscard]] std::vector<T> download() const {
+    std::vector<T> host(count_);
+    CUDA_OK(cudaMemcpy(host.data(), data_, bytes(), cudaMemcpyDeviceToHost));
+    return host;
+  }
+  [[nodiscard]] T* data() const { return data_; }
+  [[nodiscard]] std::size_t size() const { return count_; }
+  [[nodiscard]] std::size_t bytes() const { return count_ * sizeof(T); }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t count_ = 0;
+};
+
+/// splitmix64; uniform values in [-1, 1).
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t next() {
+    std::uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  float uniform() { return static_cast<float>(next() >> 40) / 8388608.0F - 1.0F; }
+  std::int32_t below(std::int32_t n) {
+    return static_cast<std::int32_t>(next() % static_cast<std::uint64_t>(n));
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+template <Element T>
+T poison() {
+  return from_f32<T>(std::numeric_limits<float>::quiet_NaN());
+}
+
+template <class T>
+bool same_bytes(std::vector<T> const& a, std::vector<T> const& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+}  // namespace atlas_test
