@@ -18,11 +18,13 @@
 
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/cuda_backend.hpp"
+#include "atlas/lora/pool/host_tier.hpp"
 #include "atlas/lora/pool/identity.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/pair.hpp"
 #include "atlas/lora/pool/pool.hpp"
 #include "atlas/lora/pool/slots.hpp"
+#include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 
 #include "atlas/lora/route/policy.hpp"

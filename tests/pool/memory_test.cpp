@@ -29,7 +29,8 @@ TEST_CASE("a pool takes its slots and spare ones, its records and one site of st
   CHECK(plain->record_bytes == 48);
   CHECK(plain->needed.device_bytes == 5 * 768 + 256);  // three records of 48 bytes, rounded up
   CHECK(plain->staging_offset == 256);
-  CHECK(plain->needed.pinned_bytes == 256 + 1024);  // a site and a bias of 64 bytes, rounded up
+  CHECK(plain->staging_stride == 1024);                 // a site and a bias of 64 bytes, rounded up
+  CHECK(plain->needed.pinned_bytes == 256 + 2 * 1024);  // two loads pack at one time
   auto const biased =
       detail::PoolMemory::plan(shape, {.max_slots = 3, .spare = 2, .max_rank = 7, .biases = true}, 2);
   REQUIRE(biased.has_value());

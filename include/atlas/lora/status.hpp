@@ -38,6 +38,7 @@ enum class Errc : std::uint8_t {
   out_of_memory,       ///< host or device memory could not be had, or can never suffice
   device,              ///< a device call failed; the message carries its name and code
   capturing,           ///< not allowed while the stream is being captured
+  cancelled,           ///< the caller's own stop token said so
 };
 
 /// The code's own spelling, for logs: `"bad_config"`. Never null.
@@ -62,6 +63,7 @@ enum class Errc : std::uint8_t {
     case Errc::out_of_memory: return "out_of_memory";
     case Errc::device: return "device";
     case Errc::capturing: return "capturing";
+    case Errc::cancelled: return "cancelled";
   }
   return "unknown";
 }

@@ -68,6 +68,12 @@ class NameRegistry {
     return content.id;
   }
 
+  /// The generation of the content that `name` had last; 0 for a name without any.
+  [[nodiscard]] std::uint64_t generation(std::string_view name) const {
+    auto const entry = names_.find(std::string(name));
+    return entry == names_.end() ? 0 : entry->second.generation;
+  }
+
  private:
   struct Content {
     Digest digest;

@@ -12,6 +12,7 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/layout.hpp"
+#include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
@@ -43,7 +44,7 @@ struct MemoryNeeded {
 namespace detail {
 
 /// The parts of a pool's two allocations. Device: physical slots, their bias regions, records `[max_slots]`,
-/// each `[sites]` cells. Pinned: a record image for each slot, and staging for one site.
+/// each `[sites]` cells. Pinned: a record image for each slot, and staging of one site for each load lane.
 struct PoolMemory {
   SlotLayout layout;
   std::size_t bias_stride = 0;  ///< bytes between bias regions; 0 without biases
@@ -51,6 +52,7 @@ struct PoolMemory {
   std::size_t biases_offset = 0;
   std::size_t records_offset = 0;
   std::size_t staging_offset = 0;
+  std::size_t staging_stride = 0;  ///< bytes between the stagings of two lanes
   MemoryNeeded needed;
 
   /// Errors: those of `SlotLayout::create`; `invalid_argument` for an option out of range; `out_of_range`
@@ -72,11 +74,13 @@ struct PoolMemory {
     auto const records = biases ? after(*biases, places, memory.bias_stride) : biases;
     auto const device = records ? after(*records, slots, memory.record_bytes) : records;
     auto const staging = after(0, slots, memory.record_bytes);
-    auto const pinned = staging ? after(*staging, 1, memory.layout.largest_site_bytes()) : staging;
+    auto const stride = after(0, 1, memory.layout.largest_site_bytes());
+    auto const pinned = staging && stride ? after(*staging, loads_at_once, *stride) : std::nullopt;
     if (!device || !pinned) return fail(Errc::out_of_range, "pool: needs 2^63 bytes or more");
     memory.biases_offset = *biases;
     memory.records_offset = *records;
     memory.staging_offset = *staging;
+    memory.staging_stride = *stride;
     memory.needed = MemoryNeeded{*device, *pinned};
     return memory;
   }

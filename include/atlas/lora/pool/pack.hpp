@@ -10,6 +10,7 @@
 #include <initializer_list>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,6 +31,8 @@ struct StageOptions {
   bool leave_out_unserved =
       false;  ///< load the linears of an adapter that also has parts a pool does not serve
   ConversionPolicy conversion{};
+  /// Ends the load with `cancelled`, while it waits for other loads or packs. What is staged is staged.
+  std::stop_token stop{};
 };
 
 namespace detail {

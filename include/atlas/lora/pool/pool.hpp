@@ -3,6 +3,7 @@
 // Adapters in slots of fixed memory: loaded beside running work, published between steps, kept while leased.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -24,6 +25,7 @@
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/pool_state.hpp"
 #include "atlas/lora/pool/slots.hpp"
+#include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/route_table.hpp"
@@ -77,44 +79,17 @@ class AdapterPool {
   // --- the life of an adapter
 
   /// Packs `adapter` and stages it under `name`, in its own slot when nobody reads that, else in an empty or
-  /// idle one; an adapter that has to give way leaves now. Loads follow one another; nothing else waits for
-  /// them. The same content under the same name is not loaded again. The host waits for its copies, on a
-  /// stream of the pool's own. Errors: what `detail::check_adapter` and `convert` say of the adapter; a name
-  /// that is not `valid_name`; retryable `pool_full` and `spare_busy`; `out_of_memory` when all pinned slots
-  /// are taken; the backend's.
+  /// idle one; an adapter that has to give way leaves now. Two loads pack at one time and further ones wait;
+  /// nothing else waits for them. The same content under the same name is not loaded again. The host waits
+  /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter` and `convert` say of
+  /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full` and
+  /// `spare_busy`; `out_of_memory` when all pinned slots are taken; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
-    if (!valid_name(name)) {
-      return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
-                                              " bytes without control bytes needed");
-    }
-    auto const checked = detail::check_adapter(name, adapter, shape(), layout().max_rank(),
-                                               state_->options.biases, options.leave_out_unserved);
-    if (!checked) return forward_error(checked);
-    std::lock_guard<std::mutex> const one_load(state_->load_mutex);
-    std::int32_t place = 0;
-    {
-      std::lock_guard<std::mutex> const lock(ledger().mutex);
-      if (auto const present =
-              ledger().present(name, detail::applied_digest(adapter, options), options.pinned)) {
-        return Staged{present->first, present->second, {}};
-      }
-      auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
-      if (!slot) return forward_error(slot);
-      auto const spare = ledger().take_place();
-      if (!spare) {
-        return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
-      }
-      place = *spare;
-    }
-    auto const counts = state_->pack(place, adapter, options.conversion);
+    auto staged = try_load(name, adapter, options);
+    if (staged) return staged;
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    auto staged = counts ? stage(name, adapter, options, place) : Result<Staged>(forward_error(counts));
-    if (!staged) {
-      ledger().give_back_place(place);
-      return staged;
-    }
-    staged->counts = *counts;
+    count_refusal(staged.error().code);
     return staged;
   }
 
@@ -122,7 +97,7 @@ class AdapterPool {
   /// `slot_busy` with the number of leases; `invalid_argument` for the active adapter.
   [[nodiscard]] Result<void> unload(std::string_view name) {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    return ledger().unload(name);
+    return tally(ledger().unload(name));
   }
 
   // --- steps
@@ -133,29 +108,14 @@ class AdapterPool {
   /// the slots that it is for cannot be leased until a later step begins.
   [[nodiscard]] Result<void> begin_step(Stream stream) {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    if (auto outcome = refuse_capture(stream); !outcome) return outcome;
-    auto const index = state_->steps.find_or_add(backend(), ledger(), stream);
-    if (!index) return forward_error(index);
-    if (ledger().steps[*index].open()) {
-      return fail(Errc::invalid_argument, "begin_step: a step is open on the stream");
-    }
-    if (auto outcome = state_->steps.poll(backend(), ledger()); !outcome) return outcome;
-    if (auto outcome = state_->steps.follow(backend(), *index); !outcome) return outcome;
-    if (auto outcome = state_->publish(*index, stream); !outcome) return outcome;
-    ++ledger().steps[*index].begun;
-    return {};
+    return tally(open_step(stream));
   }
 
   /// Ends the step that is open on `stream`, after its last work was enqueued. Errors: `capturing`;
   /// `invalid_argument` when none is open; the backend's, and then it is still open.
   [[nodiscard]] Result<void> end_step(Stream stream) {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    auto const index = state_->steps.find(stream);
-    if (!index || !ledger().steps[*index].open()) {
-      return fail(Errc::invalid_argument, "end_step: no step is open on the stream");
-    }
-    if (auto outcome = refuse_capture(stream); !outcome) return outcome;
-    return state_->steps.end(backend(), ledger(), *index);
+    return tally(close_step(stream));
   }
 
   /// Ends the pool's use of `stream`, which the engine will destroy. Errors: `not_found`; `slot_busy`
@@ -174,28 +134,28 @@ class AdapterPool {
   /// next `begin_step` has to publish it.
   [[nodiscard]] Result<Lease> acquire(std::string_view name) {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    return ledger().acquire(name);
+    return tally(ledger().acquire(name));
   }
 
   /// A lease on exactly this tenancy: what loads return and leases carry. Content that has lost its name can
   /// be leased as long as others lease it. Errors: `stale`; `slot_busy` while it is staged.
   [[nodiscard]] Result<Lease> acquire(SlotKey key) {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    return ledger().acquire(key);
+    return tally(ledger().acquire(key));
   }
 
   /// A lease on the active adapter; an empty one, which is base, when none is active. Errors: `slot_busy`.
   [[nodiscard]] Result<Lease> acquire_active() {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     if (ledger().active.empty()) return Lease();
-    return ledger().acquire(ledger().active);
+    return tally(ledger().acquire(ledger().active));
   }
 
   /// Makes the adapter under `name` the active one, whatever content the name finds later; the empty name
   /// makes none active. The active adapter is never evicted. Error: `not_found` when it is not published.
   [[nodiscard]] Result<void> set_active(std::string_view name) {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    if (!name.empty() && ledger().published(name) == base_slot) return not_found(name);
+    if (!name.empty() && ledger().published(name) == base_slot) return tally(Result<void>(not_found(name)));
     ledger().active = name;
     return {};
   }
@@ -250,6 +210,13 @@ class AdapterPool {
     return ledger().view(slot);
   }
 
+  /// What an operator sees: all slots at one moment, bytes, and what has been done. O(max_slots) and without
+  /// a call of the backend, so that it may be asked for every second.
+  [[nodiscard]] PoolSnapshot snapshot() const {
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    return state_->snapshot();
+  }
+
   [[nodiscard]] ModelShape const& shape() const noexcept { return state_->shape; }
   [[nodiscard]] SlotLayout const& layout() const noexcept { return state_->memory.layout; }
   [[nodiscard]] PoolOptions const& options() const noexcept { return state_->options; }
@@ -292,6 +259,87 @@ class AdapterPool {
                          linear.n_out};
   }
 
+  // Both expect the ledger's mutex to be held.
+  void count_refusal(Errc code) const noexcept {
+    ++ledger().counters.refusals[static_cast<std::size_t>(code)];
+  }
+  template <class R>
+  R tally(R outcome) const {
+    if (!outcome) count_refusal(outcome.error().code);
+    return outcome;
+  }
+
+  Result<Staged> try_load(std::string_view name, Adapter const& adapter, StageOptions const& options) {
+    if (!valid_name(name)) {
+      return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
+                                              " bytes without control bytes needed");
+    }
+    auto const checked = detail::check_adapter(name, adapter, shape(), layout().max_rank(),
+                                               state_->options.biases, options.leave_out_unserved);
+    if (!checked) return forward_error(checked);
+    auto const lane = state_->lanes.take(options.stop);
+    if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
+    if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
+    std::int32_t place = 0;
+    {
+      std::lock_guard<std::mutex> const lock(ledger().mutex);
+      if (auto const present = hit(name, adapter, options)) return *present;
+      auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
+      if (!slot) return forward_error(slot);
+      auto const spare = ledger().take_place();
+      if (!spare) {
+        return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
+      }
+      place = *spare;
+      ++ledger().loading;
+    }
+    auto const counts = state_->pack(**lane, place, adapter, options);
+    bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    --ledger().loading;
+    // Another load may have brought the same meanwhile.
+    auto const present = counts ? hit(name, adapter, options) : std::nullopt;
+    auto staged = present  ? Result<Staged>(*present)
+                  : counts ? stage(name, adapter, options, place)
+                           : Result<Staged>(forward_error(counts));
+    if (!is_quiet) (**lane).unsettled = place;
+    if (is_quiet && (present || !staged)) ledger().give_back_place(place);
+    if (staged && !present) staged->counts = *counts;
+    return staged;
+  }
+
+  // What a load of content that is there already returns.
+  std::optional<Staged> hit(std::string_view name, Adapter const& adapter,
+                            StageOptions const& options) const {
+    auto const present = ledger().present(name, detail::applied_digest(adapter, options), options.pinned);
+    if (!present) return std::nullopt;
+    ++ledger().counters.hits;
+    return Staged{present->first, present->second, {}};
+  }
+
+  Result<void> open_step(Stream stream) {
+    if (auto outcome = refuse_capture(stream); !outcome) return outcome;
+    auto const index = state_->steps.find_or_add(backend(), ledger(), stream);
+    if (!index) return forward_error(index);
+    if (ledger().steps[*index].open()) {
+      return fail(Errc::invalid_argument, "begin_step: a step is open on the stream");
+    }
+    if (auto outcome = state_->steps.poll(backend(), ledger()); !outcome) return outcome;
+    if (auto outcome = state_->steps.follow(backend(), *index); !outcome) return outcome;
+    if (auto outcome = state_->publish(*index, stream); !outcome) return outcome;
+    ++ledger().steps[*index].begun;
+    return {};
+  }
+
+  Result<void> close_step(Stream stream) {
+    auto const index = state_->steps.find(stream);
+    if (!index || !ledger().steps[*index].open()) {
+      return fail(Errc::invalid_argument, "end_step: no step is open on the stream");
+    }
+    if (auto outcome = refuse_capture(stream); !outcome) return outcome;
+    return state_->steps.end(backend(), ledger(), *index);
+  }
+
   Result<void> refuse_capture(Stream stream) const {
     auto const capturing = state_->backend.is_capturing(stream);
     if (!capturing) return forward_error(capturing);
@@ -309,6 +357,12 @@ class AdapterPool {
     return ledger().choose(name, pinned, victim_);
   }
 
+  static std::int32_t largest_rank(Adapter const& adapter) noexcept {
+    std::int32_t rank = 0;
+    for (AdapterPair const& pair : adapter.pairs) rank = std::max(rank, pair.rank);
+    return rank;
+  }
+
   // Stages what is packed in `place`; on failure nothing has changed.
   Result<Staged> stage(std::string_view name, Adapter const& adapter, StageOptions const& options,
                        std::int32_t place) {
@@ -320,7 +374,8 @@ class AdapterPool {
     state_->write_image(*slot, place, adapter);
     SlotKey const key =
         ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, digest, place,
-                                             detail::packed_bytes(adapter, shape(), sizeof(T))});
+                                             detail::packed_bytes(adapter, shape(), sizeof(T)),
+                                             largest_rank(adapter), ledger().names.generation(name)});
     return Staged{key, *id, {}};
   }
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "atlas/lora/adapter/adapter.hpp"
@@ -18,9 +19,11 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/slots.hpp"
+#include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/steps.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/route_table.hpp"
@@ -33,6 +36,7 @@ template <Element T, Backend B>
 class PoolState {
  public:
   using Stream = typename B::Stream;
+  using Lane = typename LoadLanes<B>::Lane;
 
   PoolState(ModelShape model_shape, PoolOptions const& pool_options, PoolMemory pool_memory, B pool_backend)
       : shape(std::move(model_shape)),
@@ -46,22 +50,15 @@ class PoolState {
   PoolState& operator=(PoolState const&) = delete;
 
   ~PoolState() {
-    if (load_stream_ && load_event_) static_cast<void>(drain_loads());
+    lanes.destroy(backend);
     steps.destroy(backend);
-    if (load_event_) backend.destroy_event(*load_event_);
-    if (load_stream_) backend.destroy_stream(*load_stream_);
     if (device_ != nullptr) backend.free_device(device_);
     if (pinned_ != nullptr) backend.free_pinned(pinned_);
   }
 
   /// Takes everything that the pool will ever have, and zeroes the device's part.
   [[nodiscard]] Result<void> allocate() {
-    auto const stream = backend.create_stream();
-    if (!stream) return cuda::std::unexpected<Error>(stream.error());
-    load_stream_ = *stream;
-    auto const event = backend.create_event();
-    if (!event) return cuda::std::unexpected<Error>(event.error());
-    load_event_ = *event;
+    if (auto outcome = lanes.create(backend); !outcome) return outcome;
     if (auto outcome = steps.create(backend); !outcome) return outcome;
     auto const device = backend.allocate_device(memory.needed.device_bytes);
     if (!device) return cuda::std::unexpected<Error>(device.error());
@@ -69,8 +66,8 @@ class PoolState {
     auto const pinned = backend.allocate_pinned(memory.needed.pinned_bytes);
     if (!pinned) return cuda::std::unexpected<Error>(pinned.error());
     pinned_ = static_cast<std::byte*>(*pinned);
-    auto filled = backend.fill(device_, std::byte{0}, memory.needed.device_bytes, *load_stream_);
-    return filled ? drain_loads() : filled;
+    auto filled = backend.fill(device_, std::byte{0}, memory.needed.device_bytes, *lanes.first().stream);
+    return filled ? drain(lanes.first()) : filled;
   }
 
   /// The cells of `slot` in device memory, `[sites]`.
@@ -79,25 +76,43 @@ class PoolState {
   }
 
   /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes. Returns
-  /// when the device has them. On failure the place's content is arbitrary.
-  [[nodiscard]] Result<ConversionCounts> pack(std::int32_t place, Adapter const& adapter,
-                                              ConversionPolicy policy) {
+  /// when the device has them. On failure the place's content is arbitrary, and copies may still go there.
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place, Adapter const& adapter,
+                                              StageOptions const& how) {
     ConversionCounts counts;
-    if (auto const zeroed = zero(place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
+    if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
     for (AdapterPair const& pair : adapter.pairs) {
+      if (how.stop.stop_requested()) {
+        return fail(Errc::cancelled, "layer " + std::to_string(pair.site.layer) + " '" +
+                                         shape.module(pair.site).name + "': cancelled before it was packed");
+      }
       if (pair.rank == 0) continue;
-      if (auto const ready = drain_loads(); !ready) return cuda::std::unexpected<Error>(ready.error());
-      std::span<T> const staging(reinterpret_cast<T*>(pinned_ + memory.staging_offset),
-                                 memory.layout.largest_site_bytes() / sizeof(T));
-      auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging, policy);
+      if (auto const ready = drain(lane); !ready) return cuda::std::unexpected<Error>(ready.error());
+      std::span<T> const staging(
+          reinterpret_cast<T*>(pinned_ + memory.staging_offset + lane.index * memory.staging_stride),
+          memory.layout.largest_site_bytes() / sizeof(T));
+      auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging, how.conversion);
       if (!packed) return packed;
       add_counts(counts, *packed);
-      if (auto const sent = send(place, pair, staging.data()); !sent) {
+      if (auto const sent = send(lane, place, pair, staging.data()); !sent) {
         return cuda::std::unexpected<Error>(sent.error());
       }
     }
-    if (auto const sent = drain_loads(); !sent) return cuda::std::unexpected<Error>(sent.error());
+    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
     return counts;
+  }
+
+  /// Waits until the device has done all that loads have enqueued on the lane.
+  [[nodiscard]] Result<void> drain(Lane const& lane) { return LoadLanes<B>::drain(backend, lane); }
+
+  /// Makes the place spare that an earlier load of the lane left behind when the device failed.
+  [[nodiscard]] Result<void> settle(Lane& lane) {
+    if (!lane.unsettled) return {};
+    if (auto const quiet = drain(lane); !quiet) return quiet;
+    std::lock_guard<std::mutex> const lock(ledger->mutex);
+    ledger->give_back_place(*lane.unsettled);
+    lane.unsettled.reset();
+    return {};
   }
 
   /// Writes the image of `slot`'s record: a cell for every site, null where the adapter has no pair. Nothing
@@ -141,13 +156,46 @@ class PoolState {
     return {};
   }
 
+  /// What an operator sees. The ledger's mutex is held.
+  [[nodiscard]] PoolSnapshot snapshot() const {
+    PoolSnapshot all;
+    all.memory = memory.needed;
+    all.loading = ledger->loading;
+    all.spare = static_cast<std::int32_t>(ledger->free_places());
+    all.counters = ledger->counters;
+    all.slots.reserve(ledger->slots.size());
+    for (std::int32_t i = 0; ledger->contains(i); ++i) {
+      Slot const& slot = ledger->at(i);
+      SlotView const view = ledger->view(i);
+      SlotStatus& status = all.slots.emplace_back();
+      status.state = view.state;
+      status.bytes = view.bytes;
+      status.leases = view.leases;
+      status.last_use = view.last_use;
+      status.uses = view.uses;
+      status.pinned = i < options.pinned;
+      for (auto const* const content : {&slot.staged, &slot.tenant}) {
+        if (*content) all.content_bytes += (*content)->bytes;
+      }
+      auto const& shown = slot.staged ? slot.staged : slot.tenant;
+      if (!shown) continue;
+      status.name = shown->name;
+      status.id = shown->id;
+      status.generation = shown->generation;
+      status.tenancy = shown->tenancy;
+      status.rank = shown->rank;
+      status.active = slot.named && slot.tenant->name == ledger->active;
+    }
+    return all;
+  }
+
   ModelShape const shape;
   PoolOptions const options;
   PoolMemory const memory;
   B backend;
   StreamSteps<B> steps;
   std::shared_ptr<SlotLedger> const ledger;
-  std::mutex load_mutex;  ///< held by the one load that packs; taken before the ledger's
+  LoadLanes<B> lanes;
 
  private:
   [[nodiscard]] RouteCell<T>* image(std::size_t slot) const noexcept {
@@ -169,32 +217,23 @@ class PoolState {
     return reinterpret_cast<T*>(biases_at(place) + memory.layout.bias_offset(site));
   }
 
-  // Waits until the device has done all that loads have enqueued, after which staging is free.
-  Result<void> drain_loads() {
-    if (auto const recorded = backend.record(*load_event_, *load_stream_); !recorded) return recorded;
-    return backend.synchronize(*load_event_);
-  }
-
-  Result<void> zero(std::int32_t place) {
-    auto const filled =
-        backend.fill(place_at(place), std::byte{0}, memory.layout.slot_bytes(), *load_stream_);
+  Result<void> zero(Lane const& lane, std::int32_t place) {
+    auto const filled = backend.fill(place_at(place), std::byte{0}, memory.layout.slot_bytes(), *lane.stream);
     if (!filled || memory.bias_stride == 0) return filled;
-    return backend.fill(biases_at(place), std::byte{0}, memory.bias_stride, *load_stream_);
+    return backend.fill(biases_at(place), std::byte{0}, memory.bias_stride, *lane.stream);
   }
 
-  Result<void> send(std::int32_t place, AdapterPair const& pair, T const* staging) {
+  Result<void> send(Lane const& lane, std::int32_t place, AdapterPair const& pair, T const* staging) {
     std::size_t const site = *shape.find(pair.site);
     PackedExtent const extent = packed_extent(pair, shape.module(pair.site));
-    auto sent = backend.copy(a_at(place, site), staging, extent.a * sizeof(T), *load_stream_);
+    auto sent = backend.copy(a_at(place, site), staging, extent.a * sizeof(T), *lane.stream);
     if (!sent) return sent;
-    sent = backend.copy(b_at(place, site), staging + extent.a, extent.b * sizeof(T), *load_stream_);
+    sent = backend.copy(b_at(place, site), staging + extent.a, extent.b * sizeof(T), *lane.stream);
     if (!sent || extent.bias == 0) return sent;
     return backend.copy(bias_at(place, site), staging + extent.a + extent.b, extent.bias * sizeof(T),
-                        *load_stream_);
+                        *lane.stream);
   }
 
-  std::optional<Stream> load_stream_;
-  std::optional<typename B::Event> load_event_;
   std::byte* device_ = nullptr;
   std::byte* pinned_ = nullptr;
 };

@@ -18,6 +18,7 @@
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/pool/identity.hpp"
+#include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/route_table.hpp"
@@ -89,6 +90,8 @@ struct Tenant {
   Digest digest;
   std::int32_t place = 0;
   std::size_t bytes = 0;
+  std::int32_t rank = 0;
+  std::uint64_t generation = 0;
 };
 
 /// For each stream, by index, the number of its last step that may read something; 0 or absent means none.
@@ -128,6 +131,8 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   std::vector<StepCounts> steps;  ///< by stream index
   NameRegistry names;
   std::string active;  ///< name of the active adapter; empty for none
+  PoolCounters counters;
+  std::int32_t loading = 0;  ///< loads that have taken a place and not staged it
 
   // --- what is where
 
@@ -233,6 +238,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     return place;
   }
   void give_back_place(std::int32_t place) { free_places_.push_back(place); }
+  [[nodiscard]] std::size_t free_places() const noexcept { return free_places_.size(); }
 
   /// Ends the tenancies that lost their name and only waited for readers: their places are spare again.
   void settle() {
@@ -302,7 +308,11 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     if (std::int32_t const before = staged(tenant.name); before != base_slot) unstage(at(before));
     Slot& slot = at(index);
     if (slot.staged) unstage(slot);
-    if (slot.named && slot.tenant->name != tenant.name) slot.named = false;
+    if (slot.named && slot.tenant->name != tenant.name) {
+      slot.named = false;
+      ++counters.evictions;
+    }
+    ++counters.loads;
     tenant.tenancy = ++tenancies_;
     slot.staged = std::move(tenant);
     return SlotKey{index, slot.staged->tenancy};
@@ -320,6 +330,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     slot.blank_due = false;
     slot.uses = 0;
     slot.last_use = ++tick_;
+    ++counters.publications;
   }
 
   /// Takes `name` and its content away.
@@ -336,6 +347,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     if (waiting != base_slot) unstage(at(waiting));
     if (resident != base_slot) at(resident).named = false;
     settle();
+    ++counters.unloads;
     return {};
   }
 
@@ -354,6 +366,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     Slot& slot = at(index);
     ++slot.leases;
     ++slot.uses;
+    ++counters.leases;
     slot.last_use = ++tick_;
     return Lease(shared_from_this(), SlotKey{index, slot.tenant->tenancy}, slot.tenant->id);
   }
