@@ -312,7 +312,7 @@ class PeftConfigReader {
     return text;
   }
 
-  static constexpr std::size_t most_pattern_steps = 65536;  // of rank_pattern and alpha_pattern, 3 MiB
+  static constexpr std::size_t most_pattern_steps = 1 << 18;  // of rank_pattern and alpha_pattern, 12 MiB
 
   PeftFields fields_;
   std::size_t pattern_steps_ = 0;
