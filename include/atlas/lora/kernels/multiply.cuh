@@ -76,8 +76,13 @@ class Multiply {
     place_.advance(static_cast<std::uint32_t>(p_.shape.stages.count));
   }
 
-  /// Whether y is loaded an output tile ahead; a float y would take too many registers.
+  /// Whether y is loaded an output tile ahead. A float y would take too many registers, as would any on
+  /// sm_100 and sm_103, whose compiler needs more of them.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030)
+  static constexpr bool prefetches = false;
+#else
   static constexpr bool prefetches = Wide && sizeof(Y) == 2;
+#endif
   static constexpr int ahead_blocks = sizeof(T) == 2 ? 4 : 1;
   /// Warps of one chunk slot, which take rank tiles in turn.
   static constexpr int teams = Threads / warp_threads / max_chunks;
