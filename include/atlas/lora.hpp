@@ -33,7 +33,7 @@
 
 #include "atlas/lora/kernels/contraction.hpp"
 #include "atlas/lora/kernels/delta_params.hpp"
-#include "atlas/lora/kernels/delta_stages.hpp"
+#include "atlas/lora/kernels/delta_shape.hpp"
 #include "atlas/lora/kernels/machine.hpp"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
