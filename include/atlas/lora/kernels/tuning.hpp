@@ -23,7 +23,7 @@ enum class DeltaForm : std::uint8_t { one_launch, two_launches };
 
 /// The shape of a delta's launch.
 struct DeltaTuning {
-  std::int32_t threads = 256;                  ///< of a block, a multiple of 256
+  std::int32_t threads = 256;                  ///< of a block: 256 or 512
   std::int32_t cluster = 8;                    ///< blocks that share a row tile: 2, 4, 8 or 16
   std::int32_t blocks_per_multiprocessor = 2;  ///< that registers and shared memory must allow
   std::int32_t grid_per_multiprocessor = 2;    ///< that a full grid has; fewer leave room for the next launch
@@ -33,7 +33,7 @@ struct DeltaTuning {
 
 /// Whether a kernel can be built from `t`.
 [[nodiscard]] constexpr bool valid(DeltaTuning const& t) noexcept {
-  bool const threads = t.threads >= 256 && t.threads <= 768 && t.threads % 256 == 0;
+  bool const threads = t.threads == 256 || t.threads == 512;
   bool const cluster = t.cluster == 2 || t.cluster == 4 || t.cluster == 8 || t.cluster == 16;
   return threads && cluster && t.blocks_per_multiprocessor >= 1 &&
          t.blocks_per_multiprocessor * t.threads <= 2048;
