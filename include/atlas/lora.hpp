@@ -14,10 +14,12 @@
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/adapter/convert.hpp"
 
+#include "atlas/lora/tables/expert_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/cuda_backend.hpp"
+#include "atlas/lora/pool/expert_layout.hpp"
 #include "atlas/lora/pool/host_tier.hpp"
 #include "atlas/lora/pool/identity.hpp"
 #include "atlas/lora/pool/layout.hpp"
