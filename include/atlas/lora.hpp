@@ -29,6 +29,8 @@
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 
+#include "atlas/lora/route/expert_plan.hpp"
+#include "atlas/lora/route/expert_rows.hpp"
 #include "atlas/lora/route/policy.hpp"
 #include "atlas/lora/route/row_map.hpp"
 #include "atlas/lora/route/row_plan.hpp"
@@ -36,14 +38,18 @@
 #include "atlas/lora/kernels/contraction.hpp"
 #include "atlas/lora/kernels/delta_params.hpp"
 #include "atlas/lora/kernels/delta_stages.hpp"
+#include "atlas/lora/kernels/expert_params.hpp"
 #include "atlas/lora/kernels/machine.hpp"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
 
 #include "atlas/lora/reference/delta.hpp"
+#include "atlas/lora/reference/moe.hpp"
 
 #if defined(__CUDACC__)
 #include "atlas/lora/kernels/delta.cuh"
+#include "atlas/lora/kernels/expert_delta.cuh"
+#include "atlas/lora/kernels/expert_plan.cuh"
 #include "atlas/lora/kernels/pair_delta.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
 #endif

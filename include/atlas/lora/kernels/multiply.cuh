@@ -47,7 +47,7 @@ class Multiply {
         __ballot_sync(0xffffffffu, lane_index() < tile_rows && tile.row[lane_index() % tile_rows] >= 0);
     quads_ = (32 - __clz(static_cast<int>(exist)) + 1) / 2;
     row_ = tile.row[group()];
-    x_ = p_.x + max(row_, 0) * p_.x_row_stride + quad() * pack_elements;
+    x_ = p_.x + max(tile.x_row[group()], 0) * p_.x_row_stride + quad() * pack_elements;
     std::int32_t first = 0;
     while (tile.cell[first].rank == 0) ++first;
     Pack<Y> ahead{};

@@ -46,8 +46,9 @@ struct Operands {
 template <Element T>
 struct RowTile {
   std::int32_t exists;
-  std::int32_t wide;            ///< the weights allow 16-byte accesses
-  std::int32_t row[tile_rows];  ///< row index, or -1 for none
+  std::int32_t wide;              ///< the weights allow 16-byte accesses
+  std::int32_t row[tile_rows];    ///< row of y, or -1 for none
+  std::int32_t x_row[tile_rows];  ///< row of x; -1 exactly where `row` is
   RouteCell<T> cell[max_projections];
   std::int32_t first_rank_tile[max_projections + 1];  ///< prefix counts over the projections
 };
@@ -118,7 +119,7 @@ struct PlanSource {
     int const lane = lane_index();
     if (lane < tile_rows) {
       std::int32_t const row = lane < group.count ? p.plan.rows[group.first + lane] : -1;
-      tile.row[lane] = row >= 0 && row < p.rows ? row : -1;
+      tile.x_row[lane] = tile.row[lane] = row >= 0 && row < p.rows ? row : -1;
     } else if (lane < tile_rows + p.num_projections) {
       int const i = lane - tile_rows;
       RouteTable<T> const& table = p.projections[i].table;
@@ -141,7 +142,7 @@ struct PairSource {
     int const lane = lane_index();
     if (lane < tile_rows) {
       std::int64_t const row = static_cast<std::int64_t>(index) * tile_rows + lane;
-      tile.row[lane] = row < p.rows ? static_cast<std::int32_t>(row) : -1;
+      tile.x_row[lane] = tile.row[lane] = row < p.rows ? static_cast<std::int32_t>(row) : -1;
     }
     if (lane == 0) {
       tile.cell[0] = cell;
