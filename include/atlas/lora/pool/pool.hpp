@@ -190,7 +190,7 @@ class AdapterPool {
     MoeShape const& moe = shape().moe();
     auto const index = moe.find(layer);
     if (!index) return no_experts(layer);
-    Module const module = moe.linear(*index, linear);
+    Module const widths = moe.linear(*index, linear);
     return ExpertTable<T>{state_->expert_index(*index),
                           static_cast<std::int64_t>(state_->memory.record_bytes),
                           max_slots(),
@@ -198,8 +198,8 @@ class AdapterPool {
                           static_cast<std::int32_t>(expert_linears),
                           static_cast<std::int32_t>(linear),
                           layout().max_rank(),
-                          module.k_in,
-                          module.n_out};
+                          widths.k_in,
+                          widths.n_out};
   }
   /// The table of the router of `layer`, likewise: a linear from the hidden state to the experts' logits, to
   /// be added before the top-k.
