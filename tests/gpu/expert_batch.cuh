@@ -280,11 +280,11 @@ class ExpertBatch {
                  std::int32_t from_choice) {
     std::int32_t const to = token * shape_.top_k + choice;
     std::int32_t const from = from_token * other.shape_.top_k + from_choice;
-    std::memcpy(x_.data() + shape_.offset + (shape_.own_rows ? to : token) * x_stride(),
+    std::memmove(x_.data() + shape_.offset + (shape_.own_rows ? to : token) * x_stride(),
                 other.x(shape_.own_rows ? from : from_token),
                 static_cast<std::size_t>(shape_.k_in) * sizeof(T));
     for (std::size_t p = 0; p < y_.size(); ++p) {
-      std::memcpy(y_[p].data() + shape_.offset + to * y_stride(p),
+      std::memmove(y_[p].data() + shape_.offset + to * y_stride(p),
                   other.y_[p].data() + other.shape_.offset + from * other.y_stride(p),
                   static_cast<std::size_t>(shape_.n_out[p]) * sizeof(Y));
     }

@@ -109,6 +109,7 @@ TEST_SUITE("gpu") {
     check_plan({ExpertRows::slot_major(slots.data(), 600, 2, ids.data()),
                 ExpertRows::slot_major(d_slots.data(), 600, 2, d_ids.data())},
                layout, 7, 7);
+    check_plan({ExpertRows{}, ExpertRows{}}, layout, 0, 0);
   }
   TEST_CASE("any offsets, slots, tokens and experts whatever are read within bounds") {
     constexpr std::int32_t most = std::numeric_limits<std::int32_t>::max();

@@ -123,6 +123,42 @@ TEST_CASE("a slot's record finds the experts and the router that its adapter has
   CHECK(slot_holds(pool, acquire(pool, "some").slot(), &some));
 }
 
+TEST_CASE("each linear's table finds its own experts and no other linear's") {
+  MoePool pool = make_moe_pool(1, 1 << 20);
+  Adapter const adapter =
+      moe_adapter(3, 8, {{0, ExpertLinear::up}, {2, ExpertLinear::gate}, {3, ExpertLinear::down}}, false);
+  load(pool, "a", adapter);
+  step(pool);
+  auto const experts_of = [&](ExpertLinear linear) {
+    std::vector<std::int32_t> found;
+    for (std::int32_t e = 0; e < 4; ++e) {
+      if (pool.expert(1, linear)->find(0, e).adapted()) found.push_back(e);
+    }
+    return found;
+  };
+  CHECK(experts_of(ExpertLinear::gate) == std::vector<std::int32_t>{2});
+  CHECK(experts_of(ExpertLinear::up) == std::vector<std::int32_t>{0});
+  CHECK(experts_of(ExpertLinear::down) == std::vector<std::int32_t>{3});
+  CHECK(pool.expert(1, ExpertLinear::up)->of_slot(0)->num_groups == 3);  // experts 0, 2 and 3 have cells
+}
+
+TEST_CASE("A begins a block, and B comes behind A's rows at the padded rank") {
+  AdapterPool<__nv_bfloat16, ScriptedBackend> pool = *AdapterPool<__nv_bfloat16, ScriptedBackend>::create(
+      moe_shape(), {.max_slots = 1, .max_rank = 16, .expert_bytes = 1 << 20}, ScriptedBackend{});
+  load(pool, "a", moe_adapter(3, 12, {{0, ExpertLinear::down}}));
+  step(pool);
+  // Down: k_in 6, n_out 10, rank 12 in rows of 16.
+  RouteCell<__nv_bfloat16> const cell = pool.expert(1, ExpertLinear::down)->find(0, 0);
+  CHECK(cell.rank == 12);
+  CHECK(cell.b_row_stride == 16);
+  CHECK(cell.b - cell.a == 16 * 6);
+  CHECK(reinterpret_cast<std::uintptr_t>(cell.a) % 16 == 0);
+  CHECK(reinterpret_cast<std::uintptr_t>(cell.b) % 16 == 0);
+  CHECK(to_f32(cell.b[16]) == element(3, 10, 1, 12));  // row 1 begins at element 16 with its own first value
+  for (int j = 12; j < 16; ++j) CHECK(to_f32(cell.b[16 + j]) == 0.0F);
+  CHECK(pool.router(1)->cell(0)->b - pool.router(1)->cell(0)->a == 16 * 10);
+}
+
 TEST_CASE("nothing of a slot's last experts survives a replace, an adapter without experts, or an unload") {
   MoePool pool = make_moe_pool(1, 1 << 20);
   load(pool, "a", moe_adapter(3, 5, every_linear()));

@@ -48,9 +48,9 @@ struct ExpertDeltaParams {
   std::int32_t num_projections = 1;
   void* scratch = nullptr;  ///< device, 16-byte aligned; needed where `delta_scratch_bytes` is not 0
   std::size_t scratch_bytes = 0;
-  /// As `DeltaParams::inputs_settled`, of plan, tables and `input.tokens`. It does not hold right behind the
-  /// launch that makes the plan: the engine's own product, which waits before it triggers, must stand
-  /// between.
+  /// As `DeltaParams::inputs_settled`, of plan, tables and `input.tokens`. For the first launch behind the one
+  /// that makes the plan it holds only if a full edge, or a kernel that waits before it triggers, lies between:
+  /// the experts' own product, say.
   bool inputs_settled = false;
 };
 static_assert(std::is_trivially_copyable_v<ExpertDeltaParams<float>>);

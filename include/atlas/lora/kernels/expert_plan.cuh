@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Threads)
   ExpertPlanShared const shared(plan_memory, warps, keys);
   int const thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < warps * keys; i += Threads) shared.counts[i] = 0;
-  if (rows.expert_ids == nullptr) {
+  if (rows.rows > 0 && rows.expert_ids == nullptr) {
     for (int i = thread; i <= plan.num_experts; i += Threads) shared.offsets[i] = rows.expert_offsets[i];
   }
   __syncthreads();
