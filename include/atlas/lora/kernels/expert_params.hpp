@@ -4,6 +4,7 @@
 // its launch is shaped.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -48,9 +49,9 @@ struct ExpertDeltaParams {
   std::int32_t num_projections = 1;
   void* scratch = nullptr;  ///< device, 16-byte aligned; needed where `delta_scratch_bytes` is not 0
   std::size_t scratch_bytes = 0;
-  /// As `DeltaParams::inputs_settled`, of plan, tables and `input.tokens`. For the first launch behind the one
-  /// that makes the plan it holds only if a full edge, or a kernel that waits before it triggers, lies between:
-  /// the experts' own product, say.
+  /// As `DeltaParams::inputs_settled`, of plan, tables and `input.tokens`. For the first launch behind the
+  /// one that makes the plan it holds only if a full edge, or a kernel that waits before it triggers, lies
+  /// between: the experts' own product, say.
   bool inputs_settled = false;
 };
 static_assert(std::is_trivially_copyable_v<ExpertDeltaParams<float>>);
@@ -68,6 +69,32 @@ static_assert(std::is_trivially_copyable_v<ExpertDeltaParams<float>>);
   if (tiles <= 32) return 1;
   return tiles <= 128 ? 2 : 3;
 }
+
+namespace detail {
+
+/// Threads of the block that makes a plan, and of a warp.
+inline constexpr std::int32_t expert_plan_threads = 1024;
+inline constexpr std::int32_t expert_plan_warp = 32;
+
+/// Shared memory of the planning block in bytes: for each pair a counter of every counting warp, its rows and
+/// its first group; and the sorted form's offsets.
+[[nodiscard]] constexpr std::size_t expert_plan_bytes(std::int64_t keys, std::int32_t num_experts,
+                                                      std::int32_t warps) noexcept {
+  std::int64_t const words = (warps + 2) * keys + num_experts + 1;
+  return static_cast<std::size_t>(words) * sizeof(std::int32_t);
+}
+
+/// Counting warps for `rows` rows: as many as have 32 rows each and counters that fit `bytes`; 0 when not
+/// even one's do.
+[[nodiscard]] constexpr std::int32_t expert_plan_warps(std::int32_t rows, std::int64_t keys,
+                                                       std::int32_t num_experts, std::size_t bytes) noexcept {
+  constexpr std::int32_t most = expert_plan_threads / expert_plan_warp;
+  std::int32_t warps = std::clamp(rows / expert_plan_warp, std::int32_t{1}, most);
+  while (warps > 0 && expert_plan_bytes(keys, num_experts, warps) > bytes) --warps;
+  return warps;
+}
+
+}  // namespace detail
 
 /// Bytes of `ExpertDeltaParams::scratch` that `launch_expert_delta_in_two_launches` needs, whatever the plan
 /// holds: for an engine that has less, windows with plans of fewer rows need less.

@@ -5,13 +5,13 @@
 // the block turns counts into places, and the same warps put their rows there; so rows stay ascending.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include <cuda_runtime_api.h>
 
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/kernels/expert_params.hpp"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/launch.cuh"
 #include "atlas/lora/kernels/machine.hpp"
@@ -23,6 +23,8 @@
 namespace atlas::lora::inline v0 {
 
 namespace detail {
+
+static_assert(expert_plan_threads == plan_threads && expert_plan_warp == warp_threads);
 
 /// Rows of a warp whose loads are in flight together, in rows a lane.
 inline constexpr int plan_rows_ahead = 8;
@@ -171,22 +173,6 @@ __global__ void __launch_bounds__(Threads)
                       if (key >= 0) put_expert_row(plan, shared, key, before + __popc(peers & below), row);
                     });
   }
-}
-
-/// Shared memory of the planning block with `warps` counting warps, in bytes.
-[[nodiscard]] constexpr std::size_t expert_plan_bytes(std::int64_t keys, std::int32_t num_experts,
-                                                      int warps) noexcept {
-  std::int64_t const words = (warps + 2) * keys + num_experts + 1;
-  return static_cast<std::size_t>(words) * sizeof(std::int32_t);
-}
-
-/// Counting warps for `rows` rows: as many as have 32 rows each and counters that fit `bytes`; 0 when not
-/// even one's do.
-[[nodiscard]] constexpr int expert_plan_warps(std::int32_t rows, std::int64_t keys, std::int32_t num_experts,
-                                              std::size_t bytes) noexcept {
-  int warps = std::clamp(rows / warp_threads, 1, plan_threads / warp_threads);
-  while (warps > 0 && expert_plan_bytes(keys, num_experts, warps) > bytes) --warps;
-  return warps;
 }
 
 }  // namespace detail
