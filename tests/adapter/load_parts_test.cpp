@@ -57,6 +57,7 @@ TEST_CASE("fused experts are a pair for each expert's linear, and one parameter 
     CHECK(pair.linear == static_cast<ExpertLinear>(i % 3));
     CHECK(pair.rank == 2);
     CHECK(pair.scale == 2.0F);  // 4 / 2
+    CHECK(pair.shares_a == (pair.linear == ExpertLinear::up));
     bool const down = pair.linear == ExpertLinear::down;
     CHECK(pair.a.shape == std::vector<std::int64_t>{2, down ? 6 : 8});
     CHECK(pair.b.shape == std::vector<std::int64_t>{down ? 8 : 6, 2});

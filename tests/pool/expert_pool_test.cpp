@@ -4,11 +4,13 @@
 // out.
 #include "atlas/lora/pool/pool.hpp"
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -159,6 +161,44 @@ TEST_CASE("A begins a block, and B comes behind A's rows at the padded rank") {
   CHECK(pool.router(1)->cell(0)->b - pool.router(1)->cell(0)->a == 16 * 10);
 }
 
+TEST_CASE("gate and up of a fused parameter keep one A, and a pair that only says so is refused") {
+  MoePool pool = make_moe_pool(1, 1 << 20);
+  Adapter fused = moe_adapter(3, 5, every_linear());
+  for (std::size_t i = 0; i < fused.experts.size(); ++i) {
+    if (fused.experts[i].linear != ExpertLinear::up) continue;
+    fused.experts[i].a = fused.experts[i - 1].a;
+    fused.experts[i].shares_a = true;
+  }
+  load(pool, "a", fused);
+  step(pool);
+  CHECK(holds_experts(pool, 0, &fused));
+  for (std::int32_t e = 0; e < 4; ++e) {
+    auto const gate = pool.expert(1, ExpertLinear::gate)->find(0, e);
+    auto const up = pool.expert(1, ExpertLinear::up)->find(0, e);
+    CHECK(gate.a == up.a);
+    CHECK(gate.b != up.b);
+  }
+  Adapter apart = fused;
+  for (ExpertPair& pair : apart.experts) pair.shares_a = false;
+  // Four experts' A of 5 * 10 elements, and at the padded rank 8 * 10, of 4 bytes.
+  CHECK(detail::packed_bytes(apart, pool.shape(), 4, true) - pool.snapshot().slots[0].bytes ==
+        std::size_t{4} * 5 * 10 * 4);
+  auto const bytes = [&](Adapter const& adapter) {
+    std::size_t sum = 0;
+    for (std::size_t const size : detail::expert_block_sizes(adapter, pool.shape().moe(), 4)) sum += size;
+    return sum;
+  };
+  CHECK(bytes(apart) - bytes(fused) == std::size_t{4} * 8 * 10 * 4);
+  Adapter lying = apart;
+  lying.experts[1].a = tensor(77, 9, 0, {5, 10});
+  lying.experts[1].shares_a = true;  // up of expert 0
+  lying.experts[3].shares_a = true;  // gate of expert 1
+  auto const refused = pool.load("b", lying);
+  REQUIRE_FALSE(refused.has_value());
+  CHECK(refused.error().message.find("expert 0: shares_a") != std::string::npos);
+  CHECK(refused.error().message.find("expert 1: shares_a") != std::string::npos);
+}
+
 TEST_CASE("nothing of a slot's last experts survives a replace, an adapter without experts, or an unload") {
   MoePool pool = make_moe_pool(1, 1 << 20);
   load(pool, "a", moe_adapter(3, 5, every_linear()));
@@ -305,6 +345,42 @@ TEST_CASE("two hundred rotations through memory for two adapters never wear it o
     CHECK(holds_experts(pool, acquire(pool, name).slot(), &adapter));
     step(pool);
   }
+}
+
+TEST_CASE("threads that load experts into scarce memory get all of theirs or none, and never another's") {
+  Adapter const first = moe_adapter(1, 8, every_linear());
+  auto pool = *AdapterPool<float, HostBackend>::create(
+      moe_shape(), {.max_slots = 4, .spare = 2, .max_rank = 8, .expert_bytes = 2 * needed(first)});
+  std::atomic<int> running{3};
+  std::atomic<int> loaded{0};
+  std::vector<std::thread> threads;
+  for (std::uint32_t t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      for (std::uint32_t i = 0; i < 60; ++i) {
+        std::int32_t const rank = 1 + static_cast<std::int32_t>((i + t) % 8);
+        auto const staged =
+            pool.load("t" + std::to_string(t), moe_adapter(10 * t + 1 + i % 5, rank, every_linear()));
+        if (staged) ++loaded;
+        if (!staged && !retryable(staged.error().code)) loaded = -1000000;
+      }
+      --running;
+    });
+  }
+  bool right = true;
+  while (running > 0) {
+    step(pool);
+    for (std::uint32_t t = 0; t < 3; ++t) {
+      auto const lease = pool.acquire("t" + std::to_string(t));
+      if (!lease) continue;
+      auto const gate = pool.expert(1, ExpertLinear::gate)->find(lease->slot(), 2);
+      auto const content = static_cast<std::uint32_t>(gate.scale);
+      Adapter const whole = moe_adapter(content, gate.rank, every_linear());
+      right = right && (content - 1) / 10 == t && holds_experts(pool, lease->slot(), &whole);
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(right);
+  CHECK(loaded > 0);
 }
 
 TEST_CASE("every fault of routers and experts is named") {

@@ -46,6 +46,9 @@ struct ExpertPair {
   HostTensor a;                    ///< `[rank, k_in]`; its name is the file's, which several pairs may share
   HostTensor b;                    ///< `[n_out, rank]`
   std::optional<HostTensor> bias;  ///< `[n_out]`
+  /// Of an up: `a` is that of the gate before it, as a fused parameter has one A for both. A pool keeps it
+  /// once.
+  bool shares_a = false;
 };
 
 /// The pair of one layer's router, whose outputs are the experts' logits.

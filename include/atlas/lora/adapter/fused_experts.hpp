@@ -72,6 +72,7 @@ inline void append_experts(HostTensor const& a, HostTensor const& b, std::int32_
       pair.linear = !split ? ExpertLinear::down : part == 0 ? ExpertLinear::gate : ExpertLinear::up;
       pair.rank = static_cast<std::int32_t>(rank);
       pair.scale = scale;
+      pair.shares_a = part == 1;
       std::int64_t const row = part * n_out;
       if (older) {
         pair.a = gathered(b, rank, k_in, expert, experts, all);

@@ -52,6 +52,16 @@ namespace detail {
   return largest;
 }
 
+/// Bytes of the block of an expert's linear: without A where its gate's serves.
+[[nodiscard]] inline std::size_t expert_block_bytes(ExpertPair const& pair, Module const& module,
+                                                    std::size_t element_bytes) noexcept {
+  std::size_t const all =
+      expert_pair_bytes(pair.rank, module.k_in, module.n_out, element_bytes, pair.bias.has_value());
+  if (!pair.shares_a) return all;
+  return all - static_cast<std::size_t>(padded_rank(pair.rank)) * static_cast<std::size_t>(module.k_in) *
+                   element_bytes;
+}
+
 /// How many layers `adapter` has experts in.
 [[nodiscard]] inline std::size_t expert_layers(Adapter const& adapter) noexcept {
   std::size_t layers = 0;
@@ -67,12 +77,14 @@ namespace detail {
                                                                  std::size_t element_bytes) {
   std::vector<std::size_t> sizes;
   sizes.reserve(adapter.routers.size() + adapter.experts.size());
-  auto const add = [&](auto const& pair, Module const& module) {
+  for (RouterPair const& pair : adapter.routers) {
+    Module const router = moe.router(*moe.find(pair.layer));
     sizes.push_back(
-        expert_pair_bytes(pair.rank, module.k_in, module.n_out, element_bytes, pair.bias.has_value()));
-  };
-  for (RouterPair const& pair : adapter.routers) add(pair, moe.router(*moe.find(pair.layer)));
-  for (ExpertPair const& pair : adapter.experts) add(pair, moe.linear(*moe.find(pair.layer), pair.linear));
+        expert_pair_bytes(pair.rank, router.k_in, router.n_out, element_bytes, pair.bias.has_value()));
+  }
+  for (ExpertPair const& pair : adapter.experts) {
+    sizes.push_back(expert_block_bytes(pair, moe.linear(*moe.find(pair.layer), pair.linear), element_bytes));
+  }
   sizes.insert(sizes.end(), expert_layers(adapter), expert_cells_bytes(moe));
   return sizes;
 }

@@ -25,13 +25,25 @@
 
 namespace atlas::lora::inline v0::detail {
 
-/// The cell of a pair that is packed at `block` of the device memory for experts.
+/// The cell of a pair whose A and B are packed at `a` and `b` in device memory.
 template <Element T, class Pair>
-[[nodiscard]] RouteCell<T> expert_cell(std::byte* block, Pair const& pair, Module const& module) noexcept {
+[[nodiscard]] RouteCell<T> expert_cell(std::byte* a, std::byte* b, Pair const& pair,
+                                       Module const& module) noexcept {
   std::int32_t const padded = padded_rank(pair.rank);
-  auto* const a = reinterpret_cast<T*>(block);
-  T* const b = a + padded * module.k_in;
-  return {a, b, pair.bias ? b + padded * module.n_out : nullptr, pair.scale, pair.rank, padded, 0};
+  auto* const outputs = reinterpret_cast<T*>(b);
+  return {reinterpret_cast<T*>(a),
+          outputs,
+          pair.bias ? outputs + padded * module.n_out : nullptr,
+          pair.scale,
+          pair.rank,
+          padded,
+          0};
+}
+
+/// Bytes of A's rows at the padded rank.
+template <Element T, class Pair>
+[[nodiscard]] std::size_t expert_a_bytes(Pair const& pair, Module const& module) noexcept {
+  return static_cast<std::size_t>(padded_rank(pair.rank) * module.k_in) * sizeof(T);
 }
 
 /// The experts of one layer of an adapter: pairs `[first, last)` of `Adapter::experts`.
@@ -67,34 +79,36 @@ class PlacedExperts {
                                               std::stop_token const& stop, Ready const& ready,
                                               Copy const& copy, Clear const& clear) const {
     ConversionCounts counts;
-    auto const one = [&](auto const& pair, Module const& module, std::size_t block) -> Result<void> {
+    auto const one = [&](auto const& pair, Module const& linear, RouteCell<T> const& cell,
+                         bool with_a) -> Result<void> {
       if (stop.stop_requested()) {
-        return fail(Errc::cancelled, "layer " + std::to_string(pair.layer) + " " + module.name +
+        return fail(Errc::cancelled, "layer " + std::to_string(pair.layer) + " " + linear.name +
                                          ": cancelled before it was packed");
       }
       if (auto waited = ready(); !waited) return waited;
-      auto const packed = pack_pair<T>(pair, module, staging, policy);
+      auto const packed = pack_pair<T>(pair, linear, staging, policy);
       if (!packed) return cuda::std::unexpected<Error>(packed.error());
       add_counts(counts, *packed);
-      PackedExtent const extent = packed_extent(pair, module);
-      RouteCell<T> const cell = expert_cell<T>(memory_ + block, pair, module);
-      T* const a = const_cast<T*>(cell.a);
-      if (auto sent = copy(a, staging.data(), extent.a * sizeof(T)); !sent) return sent;
-      std::size_t const tail = static_cast<std::size_t>(cell.b - cell.a) - extent.a;
-      if (tail > 0) {
-        if (auto cleared = clear(a + extent.a, tail * sizeof(T)); !cleared) return cleared;
+      PackedExtent const extent = packed_extent(pair, linear);
+      if (with_a) {
+        T* const a = const_cast<T*>(cell.a);
+        if (auto sent = copy(a, staging.data(), extent.a * sizeof(T)); !sent) return sent;
+        std::size_t const tail = expert_a_bytes<T>(pair, linear) - extent.a * sizeof(T);
+        if (tail > 0) {
+          if (auto cleared = clear(a + extent.a, tail); !cleared) return cleared;
+        }
       }
       // B and the bias are neighbours in staging and in the block.
       return copy(const_cast<T*>(cell.b), staging.data() + extent.a, (extent.b + extent.bias) * sizeof(T));
     };
     for (std::size_t i = 0; i < adapter_.routers.size(); ++i) {
       RouterPair const& pair = adapter_.routers[i];
-      auto const sent = one(pair, moe_.router(*moe_.find(pair.layer)), router_block(i));
+      auto const sent = one(pair, moe_.router(*moe_.find(pair.layer)), router_cell(i), true);
       if (!sent) return cuda::std::unexpected<Error>(sent.error());
     }
     for (std::size_t i = 0; i < adapter_.experts.size(); ++i) {
       ExpertPair const& pair = adapter_.experts[i];
-      auto const sent = one(pair, moe_.linear(*moe_.find(pair.layer), pair.linear), expert_block(i));
+      auto const sent = one(pair, linear_of(pair), expert_cell_of(i), !pair.shares_a);
       if (!sent) return cuda::std::unexpected<Error>(sent.error());
     }
     for (std::size_t run = 0; run < runs_.size(); ++run) {
@@ -113,7 +127,7 @@ class PlacedExperts {
     for (std::size_t i = 0; i < adapter_.routers.size(); ++i) {
       RouterPair const& pair = adapter_.routers[i];
       std::size_t const layer = *moe_.find(pair.layer);
-      routers[layer] = expert_cell<T>(memory_ + router_block(i), pair, moe_.router(layer));
+      routers[layer] = router_cell(i);
     }
     for (std::size_t run = 0; run < runs_.size(); ++run) {
       std::size_t const layer = *moe_.find(adapter_.experts[runs_[run].first].layer);
@@ -128,8 +142,25 @@ class PlacedExperts {
   }
 
  private:
-  [[nodiscard]] std::size_t router_block(std::size_t i) const { return blocks_[i]; }
-  [[nodiscard]] std::size_t expert_block(std::size_t i) const { return blocks_[adapter_.routers.size() + i]; }
+  [[nodiscard]] Module linear_of(ExpertPair const& pair) const {
+    return moe_.linear(*moe_.find(pair.layer), pair.linear);
+  }
+  [[nodiscard]] std::byte* expert_block(std::size_t i) const {
+    return memory_ + blocks_[adapter_.routers.size() + i];
+  }
+  [[nodiscard]] RouteCell<T> router_cell(std::size_t i) const {
+    RouterPair const& pair = adapter_.routers[i];
+    Module const router = moe_.router(*moe_.find(pair.layer));
+    std::byte* const block = memory_ + blocks_[i];
+    return expert_cell<T>(block, block + expert_a_bytes<T>(pair, router), pair, router);
+  }
+  [[nodiscard]] RouteCell<T> expert_cell_of(std::size_t i) const {
+    ExpertPair const& pair = adapter_.experts[i];
+    Module const linear = linear_of(pair);
+    std::byte* const block = expert_block(i);
+    if (pair.shares_a) return expert_cell<T>(expert_block(i - 1), block, pair, linear);
+    return expert_cell<T>(block, block + expert_a_bytes<T>(pair, linear), pair, linear);
+  }
   [[nodiscard]] std::size_t cells_block(std::size_t run) const {
     return blocks_[adapter_.routers.size() + adapter_.experts.size() + run];
   }
@@ -142,8 +173,7 @@ class PlacedExperts {
       if (i == run.first || pair.expert != adapter_.experts[i - 1].expert) {
         cells.resize(cells.size() + expert_linears);
       }
-      cells[cells.size() - expert_linears + static_cast<std::size_t>(pair.linear)] =
-          expert_cell<T>(memory_ + expert_block(i), pair, moe_.linear(*moe_.find(pair.layer), pair.linear));
+      cells[cells.size() - expert_linears + static_cast<std::size_t>(pair.linear)] = expert_cell_of(i);
     }
     return cells;
   }

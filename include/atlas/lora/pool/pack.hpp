@@ -78,7 +78,11 @@ template <class Pair>
   if (!with_experts) return elements * element_bytes;
   MoeShape const& moe = shape.moe();
   for (RouterPair const& pair : adapter.routers) add(pair, moe.router(*moe.find(pair.layer)));
-  for (ExpertPair const& pair : adapter.experts) add(pair, moe.linear(*moe.find(pair.layer), pair.linear));
+  for (ExpertPair const& pair : adapter.experts) {
+    Module const linear = moe.linear(*moe.find(pair.layer), pair.linear);
+    add(pair, linear);
+    if (pair.shares_a) elements -= packed_extent(pair, linear).a;
+  }
   return elements * element_bytes;
 }
 
@@ -137,6 +141,13 @@ void check_pair(Pair const& pair, Module const& module, std::string const& place
   check_tensor(*pair.bias, {module.n_out}, faults);
 }
 
+/// Whether `up` has the A of `gate`, which may be null.
+[[nodiscard]] inline bool may_share_a(ExpertPair const* gate, ExpertPair const& up) {
+  return gate != nullptr && gate->linear == ExpertLinear::gate && up.linear == ExpertLinear::up &&
+         gate->layer == up.layer && gate->expert == up.expert && gate->rank == up.rank &&
+         gate->a.type == up.a.type && gate->a.shape == up.a.shape && gate->a.bytes == up.a.bytes;
+}
+
 /// Checks routers and experts of a pool that serves them.
 inline void check_experts(Adapter const& adapter, MoeShape const& moe, std::int32_t max_rank,
                           PackFaults& faults) {
@@ -157,6 +168,7 @@ inline void check_experts(Adapter const& adapter, MoeShape const& moe, std::int3
     check(pair, place, moe.router(*index));
   }
   std::optional<std::tuple<std::int32_t, std::int32_t, ExpertLinear>> before;
+  ExpertPair const* previous = nullptr;
   for (ExpertPair const& pair : adapter.experts) {
     std::string const place =
         "layer " + std::to_string(pair.layer) + " expert " + std::to_string(pair.expert) + ": ";
@@ -168,7 +180,11 @@ inline void check_experts(Adapter const& adapter, MoeShape const& moe, std::int3
     }
     std::tuple const here(pair.layer, pair.expert, pair.linear);
     if (before && here <= *before) faults.add(Errc::invalid_argument, place + "twice, or out of order");
+    if (pair.shares_a && !may_share_a(previous, pair)) {
+      faults.add(Errc::invalid_argument, place + "shares_a, but its a is not that of a gate before it");
+    }
     before = here;
+    previous = &pair;
     check(pair, place, moe.linear(*index, pair.linear));
   }
 }
