@@ -281,12 +281,12 @@ class ExpertBatch {
     std::int32_t const to = token * shape_.top_k + choice;
     std::int32_t const from = from_token * other.shape_.top_k + from_choice;
     std::memmove(x_.data() + shape_.offset + (shape_.own_rows ? to : token) * x_stride(),
-                other.x(shape_.own_rows ? from : from_token),
-                static_cast<std::size_t>(shape_.k_in) * sizeof(T));
+                 other.x(shape_.own_rows ? from : from_token),
+                 static_cast<std::size_t>(shape_.k_in) * sizeof(T));
     for (std::size_t p = 0; p < y_.size(); ++p) {
       std::memmove(y_[p].data() + shape_.offset + to * y_stride(p),
-                  other.y_[p].data() + other.shape_.offset + from * other.y_stride(p),
-                  static_cast<std::size_t>(shape_.n_out[p]) * sizeof(Y));
+                   other.y_[p].data() + other.shape_.offset + from * other.y_stride(p),
+                   static_cast<std::size_t>(shape_.n_out[p]) * sizeof(Y));
     }
   }
 
@@ -360,7 +360,7 @@ class ExpertBatch {
                                         static_cast<std::int32_t>(shape_.ranks.size()), shape_.experts));
     }
     RowPlanLayout const layout{std::max(rows(), 1), slots};
-    DeviceArray<std::byte> const buffer(layout.bytes());
+    DeviceArray<std::byte> const buffer(std::vector<std::byte>(layout.bytes(), std::byte{0x5a}));
     DeviceArray<T> const device_x(x);
     DeltaParams<T, Y> params;
     params.plan = layout.at(buffer.data());

@@ -266,7 +266,7 @@ TEST_SUITE("gpu") {
     Batch16 const batch(shape, weights, routing);
     DeviceRouting const device(routing, 2, shape.experts);
     ExpertPlanLayout const layout{8, 2, shape.experts};
-    DeviceArray<std::byte> const buffer(layout.bytes());
+    DeviceArray<std::byte> const buffer(std::vector<std::byte>(layout.bytes(), std::byte{0x5a}));
     std::vector<T> host_x(std::size_t{4} * 64);
     for (std::int32_t t = 0; t < 4; ++t) std::memcpy(host_x.data() + t * 64, batch.x(t), 64 * sizeof(T));
     DeviceArray<T> const x(host_x), base(batch.y()[0]), y(batch.y()[0].size());

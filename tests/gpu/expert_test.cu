@@ -171,7 +171,7 @@ TEST_SUITE("gpu") {
     ExpertWeights<float> const weights(shape);
     ExpertBatch<float> const batch(shape, weights, {{0, 0}, {0, 1, 1, 3}});
     ExpertPlanLayout const layout{4, 1, 4};
-    DeviceArray<std::byte> const buffer(layout.bytes());
+    DeviceArray<std::byte> const buffer(std::vector<std::byte>(layout.bytes(), std::byte{0x5a}));
     DeviceArray<float> const x(std::size_t{2} * 64), y(std::size_t{4} * 48);
     Machine const& m = expert_machine<float, float>();
     ExpertDeltaParams<float> good = batch.parameters(Order::slot_major, x.data(), layout.at(buffer.data()));
