@@ -4,6 +4,8 @@
 // arguments, offsets beyond 32 bits.
 #include "support.cuh"
 
+#include <algorithm>
+
 namespace atlas_test {
 namespace {
 
@@ -215,6 +217,33 @@ TEST_SUITE("gpu") {
                        cudaMemcpyHostToDevice));
     CHECK(same_bytes(batch.run(Form::two_launches)[0], batch.y()[0]));
     CHECK(same_bytes(batch.run(Form::automatic)[0], batch.y()[0]));
+  }
+
+  TEST_CASE("a plan for more rows than a launch has leaves out the others in every form") {
+    using T = __nv_bfloat16;
+    Shape const shape{.k_in = 64, .n_out = {64}, .ranks = {8, 8, 8}};
+    std::vector<std::int32_t> const slots{2, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1};
+    Batch<T> const batch(shape, slots);
+    std::vector<T> const whole = batch.run(Form::automatic)[0];
+    constexpr std::int32_t rows = 3;
+    std::vector<T> want = batch.y()[0];
+    std::copy(whole.begin(), whole.begin() + rows * 64, want.begin());
+    for (Form const form : all_forms) {
+      if (!runs<T, T>(form)) continue;
+      INFO(name(form));
+      auto const y = batch.upload_y();
+      DeltaParams<T> params = batch.params(y);
+      params.rows = rows;
+      // What lies behind the scratch that the launch asks for must not be written.
+      std::size_t const bytes = two_launch_scratch_bytes(params);
+      DeviceArray<std::byte> const scratch(std::vector<std::byte>(bytes + 4096, std::byte{0x5a}));
+      batch.enqueue(form, params, batch.make_xa(), scratch, nullptr);
+      CUDA_OK(cudaDeviceSynchronize());
+      CHECK(same_bytes(y[0].download(), want));
+      std::vector<std::byte> const after = scratch.download();
+      CHECK(std::count(after.begin() + static_cast<std::ptrdiff_t>(bytes), after.end(), std::byte{0x5a}) ==
+            4096);
+    }
   }
 
   TEST_CASE("bad arguments are refused before anything is enqueued") {

@@ -89,8 +89,9 @@ TEST_CASE("an adapter is read once and kept, and its bytes are counted") {
 TEST_CASE("all tensors of an adapter count") {
   Adapter adapter = tiny_adapter(tiny_shape(), 1, 8, {0}, true);
   CHECK(host_bytes(adapter) == 512 + 6 * 4);
-  adapter.experts.push_back(tensor(1, 0, 0, {3}));
-  adapter.router.push_back(tensor(1, 0, 0, {5}));
+  adapter.experts.push_back({.a = tensor(1, 0, 0, {1}), .b = tensor(1, 0, 0, {2}), .bias = {}});
+  adapter.routers.push_back(
+      {.a = tensor(1, 0, 0, {2}), .b = tensor(1, 0, 0, {2}), .bias = tensor(1, 0, 0, {1})});
   adapter.overlay.push_back(tensor(1, 0, 0, {7}));
   CHECK(host_bytes(adapter) == 512 + 6 * 4 + (3 + 5 + 7) * 4);
 }

@@ -155,7 +155,8 @@ cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int
   switch (delta_tuning(machine.max_cluster, p.rows)) {
     case 0: return launch_whole<BuiltTuning<0, T>>(p, source, tiles, machine, stream);
     case 1: return launch_whole<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
-    default: return launch_whole<BuiltTuning<2, T>>(p, source, tiles, machine, stream);
+    case 2: return launch_whole<BuiltTuning<2, T>>(p, source, tiles, machine, stream);
+    default: return launch_whole<BuiltTuning<3, T>>(p, source, tiles, machine, stream);
   }
 }
 
@@ -210,6 +211,7 @@ void visit_built(Visit const& visit) {
   visit_whole<T, Y, Source, BuiltTuning<0, T>>(visit);
   visit_whole<T, Y, Source, BuiltTuning<1, T>>(visit);
   visit_whole<T, Y, Source, BuiltTuning<2, T>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<3, T>>(visit);
 }
 
 }  // namespace detail
@@ -228,14 +230,15 @@ struct Delta {
   }
 };
 
-/// Bytes of `DeltaParams::scratch` that `launch_delta_in_two_launches` needs, whatever the plan holds.
+/// Bytes of `DeltaParams::scratch` that `launch_delta_in_two_launches` needs, whatever the plan holds. It
+/// goes by the plan's capacity: the plan may have been made for more rows than the launch has.
 template <Element T, Element Y>
 [[nodiscard]] constexpr std::size_t two_launch_scratch_bytes(DeltaParams<T, Y> const& params) noexcept {
   std::size_t ranks = 0;
   for (std::int32_t i = 0; i < params.num_projections && i < max_projections; ++i) {
     ranks += static_cast<std::size_t>(rank_tiles(params.projections[i].table.max_rank));
   }
-  auto const tiles = static_cast<std::size_t>(max_row_tiles(params.rows, params.plan.max_groups));
+  auto const tiles = static_cast<std::size_t>(params.plan.max_tiles < 0 ? 0 : params.plan.max_tiles);
   return tiles * max_segments * ranks * detail::warp_threads * sizeof(float4);
 }
 

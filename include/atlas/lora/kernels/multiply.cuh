@@ -141,7 +141,7 @@ class Multiply {
       low[r] = a + static_cast<std::int64_t>(min(j, last)) * k_in;
       has_high[r] = j + tile_batch_rows <= last;
     }
-    T const* const x = p_.x + max(row_, 0) * p_.x_row_stride + k;
+    T const* const x = p_.x + max(tile.x_row[group()], 0) * p_.x_row_stride + k;
 #pragma unroll 1
     for (std::int32_t b = 0; b < blocks.size(); b += Ahead) {
       Pack<T> a_low[Ranks][Ahead];

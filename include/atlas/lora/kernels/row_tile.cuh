@@ -46,8 +46,9 @@ struct Operands {
 template <Element T>
 struct RowTile {
   std::int32_t exists;
-  std::int32_t wide;            ///< the weights allow 16-byte accesses
-  std::int32_t row[tile_rows];  ///< row index, or -1 for none
+  std::int32_t wide;              ///< the weights allow 16-byte accesses
+  std::int32_t row[tile_rows];    ///< row of y, or -1 for none
+  std::int32_t x_row[tile_rows];  ///< row of x; -1 exactly where `row` is
   RouteCell<T> cell[max_projections];
   std::int32_t first_rank_tile[max_projections + 1];  ///< prefix counts over the projections
 };
@@ -130,7 +131,7 @@ struct PlanSource {
     if (lane < tile_rows) {
       bool const within = lane < rows.count && rows.first >= 0 && rows.first < plan.capacity_rows - lane;
       std::int32_t const row = within ? plan.rows[rows.first + lane] : -1;
-      tile.row[lane] = row >= 0 && row < p.rows ? row : -1;
+      tile.x_row[lane] = tile.row[lane] = row >= 0 && row < p.rows ? row : -1;
     }
     describe(tile, p, cell);
   }
@@ -153,7 +154,7 @@ struct PairSource {
     int const lane = lane_index();
     if (lane < tile_rows) {
       std::int64_t const row = static_cast<std::int64_t>(index) * tile_rows + lane;
-      tile.row[lane] = row < p.rows ? static_cast<std::int32_t>(row) : -1;
+      tile.x_row[lane] = tile.row[lane] = row < p.rows ? static_cast<std::int32_t>(row) : -1;
     }
     describe(tile, p, lane == 0 ? cell : RouteCell<T>{});
     if (lane == 0) tile.exists = index < row_tiles(p.rows) ? 1 : 0;

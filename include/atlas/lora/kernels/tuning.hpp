@@ -49,7 +49,8 @@ struct DeltaTuning {
 /// blocks alone, so all of these are one kernel. Measured on one H200, 4096 -> 4096, bf16, rank 16 and 64,
 /// microseconds: {16} 1 row 2.97 and 4.3 ({8}: 3.5 and 4.5); {8} 64 rows of 32 adapters 5.7 and 10.8
 /// ({4}: 7.1 and 12.8, {16}: 8.0 and 15.0); {4} 256 rows of 32 adapters 9.2 and 18.9 ({8}: 10.3 and 21.7).
-inline constexpr DeltaTuning delta_tunings[] = {{256, 16, 2, 2}, {256, 8, 2, 2}, {256, 4, 2, 2}};
+inline constexpr DeltaTuning delta_tunings[] = {
+    {256, 16, 2, 2}, {256, 8, 2, 2}, {256, 4, 2, 2}, {256, 2, 2, 2}};
 
 /// A tuning as it suits an element type: float's kernels need the registers of a block of 256 threads alone.
 [[nodiscard]] constexpr DeltaTuning tuned_for(DeltaTuning t, std::size_t element_bytes) noexcept {

@@ -37,12 +37,15 @@ concept AdapterReader = requires(R const& reader, std::string_view name, std::st
 /// Bytes of all tensors of an adapter, as it holds them.
 [[nodiscard]] inline std::size_t host_bytes(Adapter const& adapter) noexcept {
   std::size_t bytes = 0;
-  for (AdapterPair const& pair : adapter.pairs) {
-    bytes += pair.a.bytes.size() + pair.b.bytes.size() + (pair.bias ? pair.bias->bytes.size() : 0);
-  }
-  for (auto const* const part : {&adapter.experts, &adapter.router, &adapter.overlay}) {
-    for (HostTensor const& tensor : *part) bytes += tensor.bytes.size();
-  }
+  auto const add = [&bytes](auto const& pairs) {
+    for (auto const& pair : pairs) {
+      bytes += pair.a.bytes.size() + pair.b.bytes.size() + (pair.bias ? pair.bias->bytes.size() : 0);
+    }
+  };
+  add(adapter.pairs);
+  add(adapter.routers);
+  add(adapter.experts);
+  for (HostTensor const& tensor : adapter.overlay) bytes += tensor.bytes.size();
   return bytes;
 }
 

@@ -12,6 +12,7 @@
 #include <span>
 #include <stop_token>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,8 +29,9 @@ namespace atlas::lora::inline v0 {
 /// How an adapter is loaded into a pool.
 struct StageOptions {
   bool pinned = false;  ///< into a slot that is never evicted
-  bool leave_out_unserved =
-      false;  ///< load the linears of an adapter that also has parts a pool does not serve
+  /// Load an adapter that also has parts this pool does not serve without them: token rows, and experts and
+  /// routers in a pool without memory for them.
+  bool leave_out_unserved = false;
   ConversionPolicy conversion{};
   /// Ends the load with `cancelled`, while it waits for other loads or packs. What is staged is staged.
   std::stop_token stop{};
@@ -54,20 +56,32 @@ struct PackedExtent {
   std::size_t bias = 0;
 };
 
-[[nodiscard]] inline PackedExtent packed_extent(AdapterPair const& pair, Module const& module) noexcept {
+/// `Pair` is `AdapterPair`, `RouterPair` or `ExpertPair`.
+template <class Pair>
+[[nodiscard]] PackedExtent packed_extent(Pair const& pair, Module const& module) noexcept {
   auto const n_out = static_cast<std::size_t>(module.n_out);
   return PackedExtent{static_cast<std::size_t>(pair.rank) * static_cast<std::size_t>(module.k_in),
                       n_out * static_cast<std::size_t>(padded_rank(pair.rank)), pair.bias ? n_out : 0};
 }
 
-/// Bytes of all pairs as packed, for an adapter that fits the pool.
+/// Bytes of all pairs as packed, for an adapter that fits the pool; experts and routers only where the pool
+/// serves them.
 [[nodiscard]] inline std::size_t packed_bytes(Adapter const& adapter, ModelShape const& shape,
-                                              std::size_t element_bytes) noexcept {
+                                              std::size_t element_bytes, bool with_experts = false) {
   std::size_t elements = 0;
-  for (AdapterPair const& pair : adapter.pairs) {
-    if (pair.rank == 0) continue;
-    PackedExtent const extent = packed_extent(pair, shape.module(pair.site));
+  auto const add = [&elements](auto const& pair, Module const& module) {
+    if (pair.rank == 0) return;
+    PackedExtent const extent = packed_extent(pair, module);
     elements += extent.a + extent.b + extent.bias;
+  };
+  for (AdapterPair const& pair : adapter.pairs) add(pair, shape.module(pair.site));
+  if (!with_experts) return elements * element_bytes;
+  MoeShape const& moe = shape.moe();
+  for (RouterPair const& pair : adapter.routers) add(pair, moe.router(*moe.find(pair.layer)));
+  for (ExpertPair const& pair : adapter.experts) {
+    Module const linear = moe.linear(*moe.find(pair.layer), pair.linear);
+    add(pair, linear);
+    if (pair.shares_a) elements -= packed_extent(pair, linear).a;
   }
   return elements * element_bytes;
 }
@@ -108,9 +122,9 @@ inline void check_tensor(HostTensor const& tensor, std::initializer_list<std::in
   }
 }
 
-inline void check_pair(AdapterPair const& pair, Module const& module, std::int32_t max_rank, bool biases,
-                       PackFaults& faults) {
-  std::string const place = "layer " + std::to_string(pair.site.layer) + " '" + module.name + "': ";
+template <class Pair>
+void check_pair(Pair const& pair, Module const& module, std::string const& place, std::int32_t max_rank,
+                bool biases, PackFaults& faults) {
   if (pair.rank < 0) faults.add(Errc::invalid_argument, place + "rank is " + std::to_string(pair.rank));
   if (pair.rank > max_rank) {
     faults.add(Errc::rank_exceeds_pool, place + "rank " + std::to_string(pair.rank) + " exceeds the pool's " +
@@ -127,13 +141,61 @@ inline void check_pair(AdapterPair const& pair, Module const& module, std::int32
   check_tensor(*pair.bias, {module.n_out}, faults);
 }
 
-/// Whether a pool for `shape` can hold the adapter; every fault is named. Errors: `invalid_argument` for no
-/// digest, a negative rank, a site twice or out of order; `not_found` for a site that the model does not
-/// have; `rank_exceeds_pool`; `shape_mismatch`; `out_of_range` for a scale that is not finite; `unsupported`
-/// for tensors that a pool does not serve.
+/// Whether `up` has the A of `gate`, which may be null.
+[[nodiscard]] inline bool may_share_a(ExpertPair const* gate, ExpertPair const& up) {
+  return gate != nullptr && gate->linear == ExpertLinear::gate && up.linear == ExpertLinear::up &&
+         gate->layer == up.layer && gate->expert == up.expert && gate->rank == up.rank &&
+         gate->a.type == up.a.type && gate->a.shape == up.a.shape && gate->a.bytes == up.a.bytes;
+}
+
+/// Checks routers and experts of a pool that serves them.
+inline void check_experts(Adapter const& adapter, MoeShape const& moe, std::int32_t max_rank,
+                          PackFaults& faults) {
+  auto const check = [&](auto const& pair, std::string const& place, Module const& module) {
+    if (pair.rank == 0) faults.add(Errc::invalid_argument, place + "rank is 0");
+    check_pair(pair, module, place, max_rank, true, faults);
+  };
+  std::int32_t router_before = -1;
+  for (RouterPair const& pair : adapter.routers) {
+    std::string const place = "layer " + std::to_string(pair.layer) + " router: ";
+    auto const index = moe.find(pair.layer);
+    if (!index) {
+      faults.add(Errc::not_found, place + "the layer has no experts");
+      continue;
+    }
+    if (pair.layer <= router_before) faults.add(Errc::invalid_argument, place + "twice, or out of order");
+    router_before = pair.layer;
+    check(pair, place, moe.router(*index));
+  }
+  std::optional<std::tuple<std::int32_t, std::int32_t, ExpertLinear>> before;
+  ExpertPair const* previous = nullptr;
+  for (ExpertPair const& pair : adapter.experts) {
+    std::string const place =
+        "layer " + std::to_string(pair.layer) + " expert " + std::to_string(pair.expert) + ": ";
+    auto const index = moe.find(pair.layer);
+    bool const known = pair.linear <= ExpertLinear::down;
+    if (!index || pair.expert < 0 || pair.expert >= moe.num_experts || !known) {
+      faults.add(Errc::not_found, place + "the model does not have it");
+      continue;
+    }
+    std::tuple const here(pair.layer, pair.expert, pair.linear);
+    if (before && here <= *before) faults.add(Errc::invalid_argument, place + "twice, or out of order");
+    if (pair.shares_a && !may_share_a(previous, pair)) {
+      faults.add(Errc::invalid_argument, place + "shares_a, but its a is not that of a gate before it");
+    }
+    before = here;
+    previous = &pair;
+    check(pair, place, moe.linear(*index, pair.linear));
+  }
+}
+
+/// Whether a pool for `shape` can hold the adapter; every fault is named. `experts`: the pool has memory for
+/// experts and routers. Errors: `invalid_argument` for no digest, a negative rank, a place twice or out of
+/// order; `not_found` for a place that the model does not have; `rank_exceeds_pool`; `shape_mismatch`;
+/// `out_of_range` for a scale that is not finite; `unsupported` for tensors that the pool does not serve.
 [[nodiscard]] inline Result<void> check_adapter(std::string_view name, Adapter const& adapter,
                                                 ModelShape const& shape, std::int32_t max_rank, bool biases,
-                                                bool leave_out_unserved) {
+                                                bool leave_out_unserved, bool experts = false) {
   PackFaults faults(name);
   if (adapter.digest == Digest{}) {
     faults.add(Errc::invalid_argument, "no content digest, without which a prefix cache could mix contents");
@@ -151,13 +213,24 @@ inline void check_pair(AdapterPair const& pair, Module const& module, std::int32
                                              shape.module(pair.site).name + "': twice, or not in site order");
     }
     previous = index;
-    check_pair(pair, shape.module(pair.site), max_rank, biases, faults);
+    Module const& module = shape.module(pair.site);
+    std::string const place = "layer " + std::to_string(pair.site.layer) + " '" + module.name + "': ";
+    check_pair(pair, module, place, max_rank, biases, faults);
+  }
+  if (experts) check_experts(adapter, shape.moe(), max_rank, faults);
+  if (!experts && !leave_out_unserved) {
+    auto const refuse = [&faults](auto const& pairs) {  // the first speaks for what may be thousands
+      if (pairs.empty()) return;
+      faults.add(Errc::unsupported, "tensor '" + pairs.front().a.name + "' and " +
+                                        std::to_string(2 * pairs.size() - 1) +
+                                        " more: the pool was made without memory for experts");
+    };
+    refuse(adapter.routers);
+    refuse(adapter.experts);
   }
   if (!leave_out_unserved) {
-    for (auto const* const part : {&adapter.experts, &adapter.router, &adapter.overlay}) {
-      for (HostTensor const& tensor : *part) {
-        faults.add(Errc::unsupported, "tensor '" + tensor.name + "': a pool serves linears alone");
-      }
+    for (HostTensor const& tensor : adapter.overlay) {
+      faults.add(Errc::unsupported, "tensor '" + tensor.name + "': a pool does not serve token rows");
     }
   }
   return faults.outcome();
@@ -189,9 +262,9 @@ inline void add_counts(ConversionCounts& sum, ConversionCounts const& more) noex
 
 /// Writes a checked pair as packed: A, B and bias behind one another at the head of `out`. Returns what the
 /// conversion counted. Errors: those of `convert`.
-template <Element T>
-[[nodiscard]] Result<ConversionCounts> pack_pair(AdapterPair const& pair, Module const& module,
-                                                 std::span<T> out, ConversionPolicy policy) {
+template <Element T, class Pair>
+[[nodiscard]] Result<ConversionCounts> pack_pair(Pair const& pair, Module const& module, std::span<T> out,
+                                                 ConversionPolicy policy) {
   PackedExtent const extent = packed_extent(pair, module);
   auto const n_out = static_cast<std::size_t>(module.n_out);
   auto const rank = static_cast<std::size_t>(pair.rank);

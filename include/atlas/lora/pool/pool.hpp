@@ -20,6 +20,8 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/expert_layout.hpp"
+#include "atlas/lora/pool/expert_memory.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
@@ -28,6 +30,7 @@
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/expert_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -39,8 +42,9 @@ struct Staged {
   ConversionCounts counts;     ///< zero where the same content was there already
 };
 
-/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites, and the
-/// bytes that they speak of lie in one of `max_slots + spare` physical slots.
+/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites and routers
+/// and the indexes of all experts; the bytes that they speak of lie in one of `max_slots + spare` physical
+/// slots, those of routers and experts in memory that all adapters share (`PoolOptions::expert_bytes`).
 ///
 /// An engine encloses each step in `begin_step(stream)` and `end_step(stream)`, takes a lease for each
 /// request before its rows name the slot, and releases it when no later step will. `load` may be called from
@@ -50,7 +54,8 @@ struct Staged {
 /// Every function may be called from any thread; one stream's steps come from one thread at a time, and no
 /// stream of the pool starts to be captured while `begin_step` runs for another one.
 ///
-/// When a call fails, what was there before is still there, whole.
+/// When a call fails, what was there before is still there, whole; except that a load whose experts need the
+/// memory of idle adapters evicts them before it packs, and may fail after that.
 template <Element T, Backend B, VictimPolicy V = LruIdle>
 class AdapterPool {
  public:
@@ -83,7 +88,8 @@ class AdapterPool {
   /// nothing else waits for them. The same content under the same name is not loaded again. The host waits
   /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter` and `convert` say of
   /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full` and
-  /// `spare_busy`; `out_of_memory` when all pinned slots are taken; the backend's.
+  /// `spare_busy`; `expert_memory_busy`; `out_of_memory` when all pinned slots are taken, or when its experts
+  /// can never fit; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
     auto staged = try_load(name, adapter, options);
@@ -178,6 +184,37 @@ class AdapterPool {
     return table(shape().find(layer, module), layer, std::string(module));
   }
 
+  /// The table of one linear of the experts of `layer`, for the pool's life. In a pool without memory for
+  /// experts it adapts nothing. Error: `not_found` when the layer has no experts.
+  [[nodiscard]] Result<ExpertTable<T>> expert(std::int32_t layer, ExpertLinear linear) const {
+    MoeShape const& moe = shape().moe();
+    auto const index = moe.find(layer);
+    if (!index) return no_experts(layer);
+    Module const widths = moe.linear(*index, linear);
+    return ExpertTable<T>{state_->expert_index(*index),
+                          static_cast<std::int64_t>(state_->memory.record_bytes),
+                          max_slots(),
+                          moe.num_experts,
+                          static_cast<std::int32_t>(expert_linears),
+                          static_cast<std::int32_t>(linear),
+                          layout().max_rank(),
+                          widths.k_in,
+                          widths.n_out};
+  }
+  /// The table of the router of `layer`, likewise: a linear from the hidden state to the experts' logits, to
+  /// be added before the top-k.
+  [[nodiscard]] Result<RouteTable<T>> router(std::int32_t layer) const {
+    MoeShape const& moe = shape().moe();
+    auto const index = moe.find(layer);
+    if (!index) return no_experts(layer);
+    return RouteTable<T>{state_->router(*index),
+                         static_cast<std::int64_t>(state_->memory.record_bytes),
+                         max_slots(),
+                         layout().max_rank(),
+                         moe.hidden,
+                         moe.num_experts};
+  }
+
   /// The key that `name` finds. Error: `not_found` when it is not published.
   [[nodiscard]] Result<SlotKey> find(std::string_view name) const {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
@@ -239,6 +276,10 @@ class AdapterPool {
     return fail(Errc::not_found, detail::SlotLedger::quoted(name) + ": not in the pool");
   }
 
+  static cuda::std::unexpected<Error> no_experts(std::int32_t layer) {
+    return fail(Errc::not_found, "layer " + std::to_string(layer) + " of the model has no experts");
+  }
+
   SlotKey key_of(std::string_view name) const {
     std::int32_t const slot = ledger().published(name);
     return slot == base_slot ? SlotKey{} : SlotKey{slot, ledger().at(slot).tenant->tenancy};
@@ -274,13 +315,15 @@ class AdapterPool {
       return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
                                               " bytes without control bytes needed");
     }
-    auto const checked = detail::check_adapter(name, adapter, shape(), layout().max_rank(),
-                                               state_->options.biases, options.leave_out_unserved);
+    auto const checked =
+        detail::check_adapter(name, adapter, shape(), layout().max_rank(), state_->options.biases,
+                              options.leave_out_unserved, state_->serves_experts());
     if (!checked) return forward_error(checked);
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
     if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
     std::int32_t place = 0;
+    std::vector<std::size_t> blocks;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
       if (auto const present = hit(name, adapter, options)) return *present;
@@ -291,9 +334,14 @@ class AdapterPool {
         return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
       }
       place = *spare;
+      if (auto const reserved = reserve(name, place, adapter); !reserved) {
+        ledger().give_back_place(place);
+        return forward_error(reserved);
+      }
+      blocks = ledger().expert_blocks(place);
       ++ledger().loading;
     }
-    auto const counts = state_->pack(**lane, place, adapter, options);
+    auto const counts = state_->pack(**lane, place, blocks, adapter, options);
     bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     --ledger().loading;
@@ -349,6 +397,13 @@ class AdapterPool {
     return {};
   }
 
+  // Memory for the experts of what is loaded into `place`.
+  Result<void> reserve(std::string_view name, std::int32_t place, Adapter const& adapter) {
+    if (!state_->serves_experts()) return {};
+    auto const sizes = detail::expert_block_sizes(adapter, shape().moe(), sizeof(T));
+    return detail::reserve_experts(ledger(), name, place, sizes, victim_);
+  }
+
   // The slot for `name`, as things stand now.
   Result<std::int32_t> choose(std::string_view name, bool pinned) {
     if (auto const polled = state_->steps.poll(state_->backend, ledger()); !polled) {
@@ -357,9 +412,15 @@ class AdapterPool {
     return ledger().choose(name, pinned, victim_);
   }
 
-  static std::int32_t largest_rank(Adapter const& adapter) noexcept {
+  static std::int32_t largest_rank(Adapter const& adapter, bool with_experts) noexcept {
     std::int32_t rank = 0;
-    for (AdapterPair const& pair : adapter.pairs) rank = std::max(rank, pair.rank);
+    auto const add = [&rank](auto const& pairs) {
+      for (auto const& pair : pairs) rank = std::max(rank, pair.rank);
+    };
+    add(adapter.pairs);
+    if (!with_experts) return rank;
+    add(adapter.routers);
+    add(adapter.experts);
     return rank;
   }
 
@@ -372,10 +433,11 @@ class AdapterPool {
     auto const id = ledger().names.identify(name, digest);
     if (!id) return forward_error(id);
     state_->write_image(*slot, place, adapter);
-    SlotKey const key =
-        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, digest, place,
-                                             detail::packed_bytes(adapter, shape(), sizeof(T)),
-                                             largest_rank(adapter), ledger().names.generation(name)});
+    bool const experts = state_->serves_experts();
+    SlotKey const key = ledger().stage(
+        *slot, detail::Tenant{std::string(name), *id, 0, digest, place,
+                              detail::packed_bytes(adapter, shape(), sizeof(T), experts),
+                              largest_rank(adapter, experts), ledger().names.generation(name)});
     return Staged{key, *id, {}};
   }
 

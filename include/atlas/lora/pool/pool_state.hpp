@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/adapter/convert.hpp"
@@ -19,6 +20,8 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/expert_arena.hpp"
+#include "atlas/lora/pool/expert_pack.hpp"
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
@@ -26,6 +29,7 @@
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/steps.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/expert_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -44,7 +48,12 @@ class PoolState {
         memory(std::move(pool_memory)),
         backend(std::move(pool_backend)),
         ledger(std::make_shared<SlotLedger>(options.max_slots, options.pinned,
-                                            options.max_slots + options.spare)) {}
+                                            options.max_slots + options.spare)) {
+    if (serves_experts()) ledger->experts = ExpertArena(options.expert_bytes, memory.largest_expert_block);
+  }
+
+  /// Whether experts and routers are served.
+  [[nodiscard]] bool serves_experts() const noexcept { return options.expert_bytes > 0; }
 
   PoolState(PoolState const&) = delete;
   PoolState& operator=(PoolState const&) = delete;
@@ -72,12 +81,26 @@ class PoolState {
 
   /// The cells of `slot` in device memory, `[sites]`.
   [[nodiscard]] RouteCell<T>* record(std::size_t slot) const noexcept {
-    return reinterpret_cast<RouteCell<T>*>(device_ + memory.records_offset + slot * memory.record_bytes);
+    return reinterpret_cast<RouteCell<T>*>(record_bytes_at(slot));
   }
 
-  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes. Returns
-  /// when the device has them. On failure the place's content is arbitrary, and copies may still go there.
-  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place, Adapter const& adapter,
+  /// Slot 0's cell of the router of the `layer`-th layer with experts, and its index of that layer; null in a
+  /// pool that does not serve experts.
+  [[nodiscard]] RouteCell<T>* router(std::size_t layer) const noexcept {
+    if (!serves_experts()) return nullptr;
+    return reinterpret_cast<RouteCell<T>*>(record_bytes_at(0) + memory.routers_in_record) + layer;
+  }
+  [[nodiscard]] ExpertIndex<T>* expert_index(std::size_t layer) const noexcept {
+    if (!serves_experts()) return nullptr;
+    return reinterpret_cast<ExpertIndex<T>*>(record_bytes_at(0) + memory.indexes_in_record +
+                                             layer * memory.expert_index_stride);
+  }
+
+  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes; and
+  /// `blocks` of the memory for experts. Returns when the device has them. On failure the place's content is
+  /// arbitrary, and copies may still go there.
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
+                                              std::span<std::size_t const> blocks, Adapter const& adapter,
                                               StageOptions const& how) {
     ConversionCounts counts;
     if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
@@ -88,15 +111,17 @@ class PoolState {
       }
       if (pair.rank == 0) continue;
       if (auto const ready = drain(lane); !ready) return cuda::std::unexpected<Error>(ready.error());
-      std::span<T> const staging(
-          reinterpret_cast<T*>(pinned_ + memory.staging_offset + lane.index * memory.staging_stride),
-          memory.layout.largest_site_bytes() / sizeof(T));
-      auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging, how.conversion);
+      auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging(lane), how.conversion);
       if (!packed) return packed;
       add_counts(counts, *packed);
-      if (auto const sent = send(lane, place, pair, staging.data()); !sent) {
+      if (auto const sent = send(lane, place, pair, staging(lane).data()); !sent) {
         return cuda::std::unexpected<Error>(sent.error());
       }
+    }
+    if (!blocks.empty()) {
+      auto const packed = pack_experts(lane, blocks, adapter, how);
+      if (!packed) return packed;
+      add_counts(counts, *packed);
     }
     if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
     return counts;
@@ -117,9 +142,10 @@ class PoolState {
 
   /// Writes the image of `slot`'s record: a cell for every site, null where the adapter has no pair. Nothing
   /// may be reading the image. The ledger's mutex is held.
-  void write_image(std::int32_t slot, std::int32_t place, Adapter const& adapter) noexcept {
-    std::span<RouteCell<T>> const cells(image(static_cast<std::size_t>(slot)), memory.layout.sites());
-    std::fill(cells.begin(), cells.end(), RouteCell<T>{});
+  void write_image(std::int32_t slot, std::int32_t place, Adapter const& adapter) {
+    std::byte* const whole = pinned_ + static_cast<std::size_t>(slot) * memory.record_bytes;
+    std::fill_n(whole, memory.record_bytes, std::byte{0});
+    auto* const cells = image(static_cast<std::size_t>(slot));
     for (AdapterPair const& pair : adapter.pairs) {
       if (pair.rank == 0) continue;
       std::size_t const site = *shape.find(pair.site);
@@ -131,6 +157,11 @@ class PoolState {
                                  padded_rank(pair.rank),
                                  0};
     }
+    std::vector<std::size_t> const& blocks = ledger->expert_blocks(place);
+    if (blocks.empty()) return;
+    PlacedExperts<T>(adapter, shape.moe(), device_ + memory.experts_offset, blocks)
+        .write_image(reinterpret_cast<RouteCell<T>*>(whole + memory.routers_in_record),
+                     whole + memory.indexes_in_record, memory.expert_index_stride);
   }
 
   /// Publishes everything staged, and blanks the records of slots whose tenant has gone, on stream `index`,
@@ -198,6 +229,25 @@ class PoolState {
   LoadLanes<B> lanes;
 
  private:
+  [[nodiscard]] std::byte* record_bytes_at(std::size_t slot) const noexcept {
+    return device_ + memory.records_offset + slot * memory.record_bytes;
+  }
+  [[nodiscard]] std::span<T> staging(Lane const& lane) const noexcept {
+    return {reinterpret_cast<T*>(pinned_ + memory.staging_offset + lane.index * memory.staging_stride),
+            memory.staging_stride / sizeof(T)};
+  }
+
+  Result<ConversionCounts> pack_experts(Lane const& lane, std::span<std::size_t const> blocks,
+                                        Adapter const& adapter, StageOptions const& how) {
+    return PlacedExperts<T>(adapter, shape.moe(), device_ + memory.experts_offset, blocks)
+        .pack(
+            staging(lane), how.conversion, how.stop, [&] { return drain(lane); },
+            [&](void* to, void const* from, std::size_t bytes) {
+              return backend.copy(to, from, bytes, *lane.stream);
+            },
+            [&](void* to, std::size_t bytes) { return backend.fill(to, std::byte{0}, bytes, *lane.stream); });
+  }
+
   [[nodiscard]] RouteCell<T>* image(std::size_t slot) const noexcept {
     return reinterpret_cast<RouteCell<T>*>(pinned_ + slot * memory.record_bytes);
   }

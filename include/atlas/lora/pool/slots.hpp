@@ -17,6 +17,7 @@
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/pool/expert_arena.hpp"
 #include "atlas/lora/pool/identity.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
@@ -122,7 +123,9 @@ struct StepCounts {
 class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
  public:
   SlotLedger(std::int32_t max_slots, std::int32_t pinned, std::int32_t places)
-      : slots(static_cast<std::size_t>(max_slots)), pinned_(pinned) {
+      : slots(static_cast<std::size_t>(max_slots)),
+        pinned_(pinned),
+        expert_blocks_(static_cast<std::size_t>(places)) {
     for (std::int32_t place = places; place-- > 0;) free_places_.push_back(place);
   }
 
@@ -132,6 +135,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   NameRegistry names;
   std::string active;  ///< name of the active adapter; empty for none
   PoolCounters counters;
+  ExpertArena experts;       ///< memory of experts and routers
   std::int32_t loading = 0;  ///< loads that have taken a place and not staged it
 
   // --- what is where
@@ -237,8 +241,28 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     free_places_.pop_back();
     return place;
   }
-  void give_back_place(std::int32_t place) { free_places_.push_back(place); }
+  void give_back_place(std::int32_t place) {
+    auto& blocks = expert_blocks_[static_cast<std::size_t>(place)];
+    if (!blocks.empty()) experts.release(std::exchange(blocks, {}));
+    free_places_.push_back(place);
+  }
+  /// The blocks of `experts` that belong to a place, and are given back with it.
+  [[nodiscard]] std::vector<std::size_t> const& expert_blocks(std::int32_t place) const noexcept {
+    return expert_blocks_[static_cast<std::size_t>(place)];
+  }
+  void hold_experts(std::int32_t place, std::vector<std::size_t> blocks) {
+    expert_blocks_[static_cast<std::size_t>(place)] = std::move(blocks);
+  }
   [[nodiscard]] std::size_t free_places() const noexcept { return free_places_.size(); }
+
+  [[nodiscard]] bool is_pinned(std::int32_t slot) const noexcept { return slot < pinned_; }
+
+  /// Takes the idle adapter of `slot` out of the pool.
+  void evict(std::int32_t slot) {
+    at(slot).named = false;
+    ++counters.evictions;
+    settle();
+  }
 
   /// Ends the tenancies that lost their name and only waited for readers: their places are spare again.
   void settle() {
@@ -378,6 +402,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
 
   std::int32_t pinned_;
   std::vector<std::int32_t> free_places_;
+  std::vector<std::vector<std::size_t>> expert_blocks_;  // by place
   std::uint64_t tick_ = 0;
   std::uint64_t tenancies_ = 0;
 };
