@@ -75,7 +75,7 @@ Machine const& expert_machine() {
   static Machine const made = [] {
     auto result = prepare<ExpertDelta<T, Y>, TunedExpertDelta<Clustered<16>, T, Y>,
                           TunedExpertDelta<Clustered<8>, T, Y>, TunedExpertDelta<Clustered<4>, T, Y>,
-                          TunedExpertDelta<Clustered<2>, T, Y>, TunedExpertDelta<Clustered<1>, T, Y>,
+                          TunedExpertDelta<Clustered<2>, T, Y>,
                           ExpertPlanning, Delta<T, Y>, RowPlanning>(0);
     if (!result) {
       MESSAGE(result.error().message);
@@ -238,7 +238,6 @@ void enqueue_experts(Form form, ExpertDeltaParams<T, Y> const& params, cudaStrea
     case Form::cluster_8: CUDA_OK((launch_expert_delta_tuned<Clustered<8>>(params, m, stream))); break;
     case Form::cluster_4: CUDA_OK((launch_expert_delta_tuned<Clustered<4>>(params, m, stream))); break;
     case Form::cluster_2: CUDA_OK((launch_expert_delta_tuned<Clustered<2>>(params, m, stream))); break;
-    case Form::cluster_1: CUDA_OK((launch_expert_delta_tuned<Clustered<1>>(params, m, stream))); break;
     case Form::two_launches: CUDA_OK(launch_expert_delta_in_two_launches(params, m, stream)); break;
     default: CUDA_OK(launch_expert_delta(params, m, stream));
   }
