@@ -67,16 +67,15 @@ enum class Order { slot_major, sorted };
 inline constexpr Order both_orders[] = {Order::slot_major, Order::sorted};
 
 /// The forms that the experts' delta has.
-inline constexpr Form expert_forms[] = {Form::automatic6, Form::cluster_8,   Form::cluster_4,
-                                        Form::cluster_2, Form::Form::two_launches};
+inline constexpr Form expert_forms[] = {Form::automatic, Form::cluster_16, Form::cluster_8,
+                                        Form::cluster_4, Form::cluster_2,  Form::two_launches};
 
 template <Element T, Element Y>
 Machine const& expert_machine() {
   static Machine const made = [] {
     auto result = prepare<ExpertDelta<T, Y>, TunedExpertDelta<Clustered<16>, T, Y>,
                           TunedExpertDelta<Clustered<8>, T, Y>, TunedExpertDelta<Clustered<4>, T, Y>,
-                          TunedExpertDelta<Clustered<2>, T, Y>,
-                          ExpertPlanning, Delta<T, Y>, RowPlanning>(0);
+                          TunedExpertDelta<Clustered<2>, T, Y>, ExpertPlanning, Delta<T, Y>, RowPlanning>(0);
     if (!result) {
       MESSAGE(result.error().message);
       std::abort();
