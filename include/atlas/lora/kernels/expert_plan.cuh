@@ -128,7 +128,7 @@ __device__ inline void put_expert_row(ExpertPlan const& plan, ExpertPlanShared c
 
 /// Groups rows by (slot, expert). One block of `Threads` threads, of which the first `warps` warps read rows.
 template <int Threads>
-__global__ void __launch_bounds__(Threads)
+__global__ void __launch_bounds__(Threads, 1)
     expert_plan_kernel(__grid_constant__ ExpertPlan const plan, __grid_constant__ ExpertRows const rows,
                        int const warps) {
   extern __shared__ std::int32_t plan_memory[];

@@ -128,6 +128,7 @@ class Multiply {
                                  BlockRange blocks) {
     Accumulator<T> sum[Ranks];
     T const* low[Ranks];
+    bool has_low[Ranks];
     bool has_high[Ranks];
     std::int32_t const k = blocks.first * block_elements + quad() * pack_elements;
     auto const k_in = static_cast<std::int32_t>(p_.k_in);
@@ -138,7 +139,8 @@ class Multiply {
       std::int32_t const last = rank_of<Source>(tile, projection) - 1;
       std::int32_t const j = (rank_tile - tile.first_rank_tile[projection]) * tile_ranks + group();
       T const* const a = tile.cell[projection].a + k;
-      low[r] = a + static_cast<std::int64_t>(min(j, last)) * k_in;
+      low[r] = a + static_cast<std::int64_t>(j) * k_in;
+      has_low[r] = j <= last;
       has_high[r] = j + tile_batch_rows <= last;
     }
     T const* const x = p_.x + max(tile.x_row[group()], 0) * p_.x_row_stride + k;
@@ -156,7 +158,7 @@ class Multiply {
 #pragma unroll
           for (int i = 0; i < Ahead; ++i) {
             T const* const a = low[r] + (b + i) * block_elements;
-            a_low[r][i] = load(a, inside(i));
+            a_low[r][i] = load(a, has_low[r] ? inside(i) : 0);
             a_high[r][i] = load(a + tile_batch_rows * p_.k_in, has_high[r] ? inside(i) : 0);
           }
         }
@@ -305,8 +307,8 @@ class Multiply {
 
   // --- Expand --------------------------------------------------------------------------------------------
 
-  /// Blocks of the rank whose B is loaded together.
-  static constexpr int held_blocks = sizeof(T) == 2 ? 2 : 1;
+  /// Blocks of the rank whose B is loaded together, as registers allow.
+  static constexpr int held_blocks = sizeof(T) == 2 && sizeof(Y) == 2 ? 2 : 1;
 
   /// What one output tile needs from memory: this lane's packs of B, and its eight outputs of y.
   struct OutputTile {
