@@ -334,6 +334,7 @@ class World {
       if (!found || !published_[name]) continue;
       if (!slots.insert(found->slot).second) broke("two names find one slot");
       if (!holds_content(found->slot, *published_[name])) broke("a name found other content");
+      if (code(pool_.acquire(*found)) == Errc::stale) broke("a name found a key that has ended");
     }
     if (slots.size() != pool_.names().size()) broke("a slot has a name that was never loaded");
     bool active_is_there = active_.empty();

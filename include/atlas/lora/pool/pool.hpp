@@ -138,8 +138,10 @@ class AdapterPool {
   }
 
   /// A lease on exactly this tenancy: what loads return and leases carry. Content that has lost its name can
-  /// be leased as long as others lease it. Errors: `stale`; `slot_busy` while it is staged.
+  /// be leased as long as others lease it. Takes no lock where there is a lease to be had. Errors: `stale`;
+  /// `slot_busy` while it is staged, or while nobody leases it and other content for its slot is.
   [[nodiscard]] Result<Lease> acquire(SlotKey key) {
+    if (auto lease = ledger().try_acquire(key)) return *std::move(lease);
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     return tally(ledger().acquire(key));
   }
@@ -321,19 +323,20 @@ class AdapterPool {
     if (auto outcome = refuse_capture(stream); !outcome) return outcome;
     auto const index = state_->steps.find_or_add(backend(), ledger(), stream);
     if (!index) return forward_error(index);
-    if (ledger().steps[*index].open()) {
+    if (ledger().streams[*index].open != 0) {
       return fail(Errc::invalid_argument, "begin_step: a step is open on the stream");
     }
     if (auto outcome = state_->steps.poll(backend(), ledger()); !outcome) return outcome;
     if (auto outcome = state_->steps.follow(backend(), *index); !outcome) return outcome;
-    if (auto outcome = state_->publish(*index, stream); !outcome) return outcome;
-    ++ledger().steps[*index].begun;
+    std::uint64_t const number = ledger().number_step();
+    if (auto outcome = state_->publish(*index, number, stream); !outcome) return outcome;
+    ledger().open_step(*index, number);
     return {};
   }
 
   Result<void> close_step(Stream stream) {
     auto const index = state_->steps.find(stream);
-    if (!index || !ledger().steps[*index].open()) {
+    if (!index || ledger().streams[*index].open == 0) {
       return fail(Errc::invalid_argument, "end_step: no step is open on the stream");
     }
     if (auto outcome = refuse_capture(stream); !outcome) return outcome;
@@ -366,11 +369,15 @@ class AdapterPool {
   // Stages what is packed in `place`; on failure nothing has changed.
   Result<Staged> stage(std::string_view name, Adapter const& adapter, StageOptions const& options,
                        std::int32_t place) {
-    auto const slot = choose(name, options.pinned);
-    if (!slot) return forward_error(slot);
     Digest const digest = detail::applied_digest(adapter, options);
+    auto slot = choose(name, options.pinned);
+    if (!slot) return forward_error(slot);
     auto const id = ledger().names.identify(name, digest);
     if (!id) return forward_error(id);
+    while (!ledger().claim(ledger().at(*slot))) {  // somebody has leased it meanwhile
+      slot = choose(name, options.pinned);
+      if (!slot) return forward_error(slot);
+    }
     state_->write_image(*slot, place, adapter);
     SlotKey const key =
         ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, digest, place,

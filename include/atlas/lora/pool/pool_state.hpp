@@ -134,15 +134,15 @@ class PoolState {
   }
 
   /// Publishes everything staged, and blanks the records of slots whose tenant has gone, on stream `index`,
-  /// as part of the step that it is about to open. On failure nothing is published: what is staged stays
+  /// as part of step `number` that it is about to open. On failure nothing is published: what is staged stays
   /// staged, and cannot be leased. The ledger's mutex is held.
-  [[nodiscard]] Result<void> publish(std::size_t index, Stream stream) {
+  [[nodiscard]] Result<void> publish(std::size_t index, std::uint64_t number, Stream stream) {
     bool any = false;
     for (std::size_t i = 0; i < ledger->slots.size(); ++i) {
       Slot& slot = ledger->slots[i];
       if (!slot.staged && !slot.blank_due) continue;
       any = true;
-      ledger->overwrite(slot, index);
+      ledger->overwrite(slot, index, number);
       auto const enqueued = slot.staged ? backend.copy(record(i), image(i), memory.record_bytes, stream)
                                         : backend.fill(record(i), std::byte{0}, memory.record_bytes, stream);
       if (!enqueued) return enqueued;
@@ -163,6 +163,7 @@ class PoolState {
     all.loading = ledger->loading;
     all.spare = static_cast<std::int32_t>(ledger->free_places());
     all.counters = ledger->counters;
+    all.counters.leases = ledger->leases_taken();
     all.slots.reserve(ledger->slots.size());
     for (std::int32_t i = 0; ledger->contains(i); ++i) {
       Slot const& slot = ledger->at(i);
