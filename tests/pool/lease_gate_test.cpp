@@ -91,6 +91,7 @@ struct Ghost {
   std::uint64_t left_in = 0;      // the last step that it named when it left
   std::uint64_t taken_after = 0;  // it has taken the slot from tenancy 1, seeing this as the last step
   bool taken = false;
+  bool last = false;           // it was told that nobody else is left in an abandoned gate
   bool refused_again = false;  // it was inside, and could not enter again
 };
 using Body = std::function<void(Gate&, Ghost&)>;
@@ -159,7 +160,7 @@ Body request(std::uint64_t tenancy, int leases, std::uint64_t step) {
       }
     }
     while (ghost.inside[tenancy] > 0) {
-      gate.leave(step);  // until its last operation is done the lease is not known to have gone
+      ghost.last = gate.leave(step);  // until its last operation is done the lease is not known to have gone
       --ghost.inside[tenancy];
       ghost.left_in = step;
     }
@@ -174,6 +175,13 @@ void take_if_idle(Gate& gate, Ghost& ghost) {
   if (ghost.taken_after > passed) return gate.reopen();
   ghost.taken = true;
   gate.admit(2);
+}
+
+// What a pool does to its slots when it goes: nobody in means that it goes last itself.
+void abandon(Gate& gate, Ghost& ghost) {
+  static_cast<void>(gate.close());
+  gate.cut();  // nobody acquires from a pool that has gone
+  ghost.last = !gate.abandon();
 }
 
 // What it does with a slot whose name has moved away: it drains, and is taken when nobody is in it any more.
@@ -236,10 +244,24 @@ TEST_CASE("when all have left, no lease is counted, and the last step is the lar
   gate.admit(1);
   CHECK(gate.enter(1) == Entry::entered);
   CHECK(gate.enter(1) == Entry::entered);
-  gate.leave(9);
-  gate.leave(4);
+  CHECK_FALSE(gate.leave(9));
+  CHECK_FALSE(gate.leave(4));
   CHECK(gate.leases() == 0);
   CHECK(gate.last_step() == 9);
+}
+
+TEST_CASE("of an abandoned gate exactly one is told that it was the last to leave") {
+  std::set<std::size_t> told;
+  explore({request(1, 2, 4), request(1, 1, 4), abandon}, [&](std::vector<Ghost> const& threads, bool at_end) {
+    if (!at_end) return;
+    std::size_t last = 0;
+    for (Ghost const& thread : threads) last += thread.last ? 1U : 0U;
+    if (last != 1) FAIL_CHECK(last << " were told");
+    for (std::size_t i = 0; i < threads.size(); ++i) {
+      if (threads[i].last) told.insert(i);
+    }
+  });
+  CHECK(told == std::set<std::size_t>{0, 1, 2});
 }
 
 TEST_CASE("a word holds the largest tenancy and the most leases, and refuses one more") {
@@ -252,7 +274,7 @@ TEST_CASE("a word holds the largest tenancy and the most leases, and refuses one
   CHECK(gate.leases() == detail::LeaseGate::most_leases);
   CHECK(gate.open());
   CHECK(gate.close() == detail::LeaseGate::most_leases);
-  gate.leave(1);
+  CHECK_FALSE(gate.leave(1));
   CHECK(gate.enter(detail::LeaseGate::last_tenancy) == Entry::entered);
   CHECK(gate.enter(1) == Entry::closed);
 }
@@ -271,7 +293,7 @@ TEST_CASE("threads that enter and leave as the gate is closed and opened keep it
       while (!stop) {
         if (gate.enter(1) != Entry::entered) continue;
         sum += guarded;
-        gate.leave(1);
+        if (gate.leave(1)) break;
         ++entered;
       }
       CHECK(sum >= 0);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -22,8 +23,8 @@ static_assert(!std::is_copy_constructible_v<Lease> && !std::is_copy_assignable_v
 static_assert(SlotKey{}.slot == base_slot);
 
 // A ledger with one stream, and content in as many slots as there are names.
-std::shared_ptr<SlotLedger> ledger_with(std::vector<std::string> const& names, std::int32_t max_slots) {
-  auto ledger = std::make_shared<SlotLedger>(max_slots, 0, max_slots + 1);
+SlotLedger::Owner ledger_with(std::vector<std::string> const& names, std::int32_t max_slots) {
+  auto ledger = SlotLedger::create(max_slots, 0, max_slots + 1);
   ledger->streams.emplace_back();
   for (std::size_t i = 0; i < names.size(); ++i) {
     detail::Tenant tenant;
@@ -156,6 +157,27 @@ TEST_CASE("the first slot with the name is found, and the empty name finds none"
   CHECK(ledger->published("gamma") == 2);
   CHECK(ledger->published("delta") == base_slot);
   CHECK(ledger->published("") == base_slot);
+}
+
+TEST_CASE("leases outlive their ledger, whichever goes last, and the last one ends it") {
+  auto ledger = ledger_with({"a", "b", "c"}, 3);  // a leak or an early end is a sanitizer's to find
+  Lease first = acquire(*ledger, "a");
+  Lease second = acquire(*ledger, "a");
+  Lease third = acquire(*ledger, "c");
+  ledger.reset();
+  CHECK(first.slot() == 0);
+  third.release();
+  first.release();
+  CHECK(second.id() == adapter_id("a"));
+  second = Lease();
+  CHECK_FALSE(second);
+  ledger = ledger_with({"a"}, 1);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([lease = acquire(*ledger, "a")]() mutable { lease.release(); });
+  }
+  ledger.reset();
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace

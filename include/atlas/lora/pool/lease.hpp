@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <utility>
 
 #include "atlas/lora/config.hpp"
@@ -33,7 +32,7 @@ class Lease {
  public:
   Lease() noexcept = default;
   Lease(Lease&& other) noexcept
-      : ledger_(std::move(other.ledger_)),
+      : ledger_(std::exchange(other.ledger_, nullptr)),
         key_(std::exchange(other.key_, {})),
         id_(std::exchange(other.id_, base_id)) {}
   Lease& operator=(Lease&& other) noexcept {
@@ -60,10 +59,10 @@ class Lease {
 
  private:
   friend class detail::SlotLedger;
-  Lease(std::shared_ptr<detail::SlotLedger> ledger, SlotKey key, std::uint64_t id) noexcept
-      : ledger_(std::move(ledger)), key_(key), id_(id) {}
+  Lease(detail::SlotLedger* ledger, SlotKey key, std::uint64_t id) noexcept
+      : ledger_(ledger), key_(key), id_(id) {}
 
-  std::shared_ptr<detail::SlotLedger> ledger_;
+  detail::SlotLedger* ledger_ = nullptr;  // which stays for as long as it has leases
   SlotKey key_;
   std::uint64_t id_ = base_id;
 };

@@ -22,7 +22,8 @@ enum class Entry : std::uint8_t {
 /// The gate of one slot. `enter` and `leave` may be called from any thread at any time and never wait; all
 /// else by one thread at a time, which holds the ledger's mutex. `Atomic` is `std::atomic`, or a test's.
 ///
-/// The word is a tenancy, one bit for whether its name finds it (open), and the leases on it. A tenancy may
+/// The word is a tenancy, a bit for whether its name finds it (open), one for whether the pool has gone
+/// (abandoned), and the leases on it. A tenancy may
 /// be entered while it is open, and, once it is not, while others are in it. So a word that is closed and
 /// without leases stays as it is until the next `admit` or `reopen`, and what it guarded can be taken apart.
 template <template <class> class Atomic = std::atomic>
@@ -30,8 +31,8 @@ class BasicLeaseGate {
  public:
   /// Leases that one slot can have at one time.
   static constexpr std::uint64_t most_leases = (std::uint64_t{1} << 20) - 1;
-  /// Tenancies that a pool can ever have: a thousand each second for 278 years.
-  static constexpr std::uint64_t last_tenancy = (std::uint64_t{1} << 43) - 1;
+  /// Tenancies that a pool can ever have: a thousand each second for 139 years.
+  static constexpr std::uint64_t last_tenancy = (std::uint64_t{1} << 42) - 1;
 
   /// Takes one lease of `tenancy`, if it may be had.
   [[nodiscard]] Entry enter(std::uint64_t tenancy) noexcept {
@@ -47,13 +48,15 @@ class BasicLeaseGate {
   }
 
   /// Gives one lease back. Steps up to number `step` may still read the slot: `last_step` says so to whoever
-  /// sees that the lease has gone.
-  void leave(std::uint64_t step) noexcept {
+  /// sees that the lease has gone. Returns whether the gate is abandoned and this was the last lease;
+  /// otherwise what the gate belongs to may be gone by now.
+  [[nodiscard]] bool leave(std::uint64_t step) noexcept {
     std::uint64_t last = last_step_.load(std::memory_order_relaxed);
     while (last < step && !last_step_.compare_exchange_weak(last, step, std::memory_order_relaxed,
                                                             std::memory_order_relaxed)) {
     }
-    word_.fetch_sub(1, std::memory_order_release);
+    std::uint64_t const word = word_.fetch_sub(1, std::memory_order_acq_rel);
+    return (word & abandoned_bit) != 0 && (word & most_leases) == 1;
   }
 
   /// Opens the gate for a new tenancy; it must be closed and without leases.
@@ -80,6 +83,11 @@ class BasicLeaseGate {
   /// Opens a closed gate for the tenancy that it had.
   void reopen() noexcept { word_.fetch_or(open_bit, std::memory_order_release); }
 
+  /// The pool has gone. Returns whether somebody is still in; then the last `leave` says so.
+  [[nodiscard]] bool abandon() noexcept {
+    return (word_.fetch_or(abandoned_bit, std::memory_order_acq_rel) & most_leases) != 0;
+  }
+
   /// Whether the gate is open.
   [[nodiscard]] bool open() const noexcept { return (word_.load(std::memory_order_acquire) & open_bit) != 0; }
   /// Leases now; what those who have left did happened before.
@@ -93,7 +101,8 @@ class BasicLeaseGate {
 
  private:
   static constexpr std::uint64_t open_bit = most_leases + 1;
-  static constexpr int tenancy_shift = 21;
+  static constexpr std::uint64_t abandoned_bit = open_bit << 1;
+  static constexpr int tenancy_shift = 22;
 
   Atomic<std::uint64_t> word_{0};
   Atomic<std::uint64_t> last_step_{0};

@@ -31,7 +31,8 @@
 namespace atlas::lora::inline v0 {
 namespace detail {
 
-/// The memory, streams and book-keeping of one pool. The ledger is shared with leases, which may outlive it.
+/// The memory, streams and book-keeping of one pool. The ledger stays until leases have gone,
+/// which may outlive the pool.
 template <Element T, Backend B>
 class PoolState {
  public:
@@ -43,8 +44,7 @@ class PoolState {
         options(pool_options),
         memory(std::move(pool_memory)),
         backend(std::move(pool_backend)),
-        ledger(std::make_shared<SlotLedger>(options.max_slots, options.pinned,
-                                            options.max_slots + options.spare)) {}
+        ledger(SlotLedger::create(options.max_slots, options.pinned, options.max_slots + options.spare)) {}
 
   PoolState(PoolState const&) = delete;
   PoolState& operator=(PoolState const&) = delete;
@@ -195,7 +195,7 @@ class PoolState {
   PoolMemory const memory;
   B backend;
   StreamSteps<B> steps;
-  std::shared_ptr<SlotLedger> const ledger;
+  SlotLedger::Owner const ledger;
   LoadLanes<B> lanes;
 
  private:

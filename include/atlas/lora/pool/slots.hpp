@@ -21,6 +21,7 @@
 #include "atlas/lora/pool/identity.hpp"
 #include "atlas/lora/pool/lease.hpp"
 #include "atlas/lora/pool/lease_gate.hpp"
+#include "atlas/lora/pool/slot.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
@@ -30,49 +31,18 @@ namespace atlas::lora::inline v0 {
 
 namespace detail {
 
-/// An adapter in a pool. `place` is the physical slot that holds its bytes.
-struct Tenant {
-  std::string name;
-  std::uint64_t id = base_id;
-  std::uint64_t tenancy = 0;
-  Digest digest;
-  std::int32_t place = 0;
-  std::size_t bytes = 0;
-  std::int32_t rank = 0;
-  std::uint64_t generation = 0;
-};
-
-/// Steps of all streams are numbered together, from 1, as they begin.
-inline constexpr std::uint64_t no_step = ~std::uint64_t{0};
-
-/// Where one stream stands.
-struct StreamProgress {
-  std::uint64_t open = 0;          ///< the step that is open; 0 for none
-  std::uint64_t oldest = no_step;  ///< the oldest step whose work is not known to be done
-  std::uint64_t passed = 0;        ///< the last step whose work, like that of all before, is done
-};
-
-struct Slot {
-  std::optional<Tenant> tenant;  ///< whom the slot's record in the tables speaks of
-  std::optional<Tenant> staged;  ///< whom the next publication puts there
-  bool named = false;            ///< whether `tenant` is the one that its name finds
-  bool blank_due = false;        ///< the record still speaks of a tenant that has gone
-  std::size_t writer = 0;        ///< the stream, by index, that wrote the record last, or tried to
-  std::uint64_t written = 0;     ///< the step that it did so for; 0 for none
-
-  // What leases touch, which take no lock; on a cache line of their own.
-  alignas(64) LeaseGate gate;  ///< open exactly while a lease may be had by name
-  std::atomic<std::uint64_t> last_use{0};
-  std::atomic<std::uint64_t> uses{0};
-};
-
 /// Slots, names, leases, steps and physical places. Every function expects `mutex` to be held by the caller,
 /// unless it says otherwise; none waits, and none calls a device.
-class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
+class SlotLedger {
  public:
-  SlotLedger(std::int32_t max_slots, std::int32_t pinned, std::int32_t places)
-      : slots(static_cast<std::size_t>(max_slots)), pinned_(pinned) {
-    for (std::int32_t place = places; place-- > 0;) free_places_.push_back(place);
+  /// Ends a ledger when its pool has gone, and with it the last lease.
+  struct Retire {
+    void operator()(SlotLedger* ledger) const noexcept { ledger->retire(); }
+  };
+  using Owner = std::unique_ptr<SlotLedger, Retire>;
+
+  [[nodiscard]] static Owner create(std::int32_t max_slots, std::int32_t pinned, std::int32_t places) {
+    return Owner(new SlotLedger(max_slots, pinned, places));
   }
 
   std::mutex mutex;
@@ -176,7 +146,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
 
   /// Ends one lease, without `mutex`.
   void release(std::int32_t index) noexcept {
-    at(index).gate.leave(steps_begun_.load(std::memory_order_relaxed));
+    if (at(index).gate.leave(steps_begun_.load(std::memory_order_relaxed))) drop();
   }
 
   /// Leases taken so far: the tick counts them and publications.
@@ -350,6 +320,22 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   }
 
  private:
+  SlotLedger(std::int32_t max_slots, std::int32_t pinned, std::int32_t places)
+      : slots(static_cast<std::size_t>(max_slots)), pinned_(pinned) {
+    for (std::int32_t place = places; place-- > 0;) free_places_.push_back(place);
+  }
+
+  void retire() noexcept {
+    for (Slot& slot : slots) {
+      holders_.fetch_add(1, std::memory_order_relaxed);
+      if (!slot.gate.abandon()) drop();
+    }
+    drop();
+  }
+  void drop() noexcept {
+    if (holders_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+
   template <class Condition>
   std::int32_t find(Condition const& condition) const noexcept {
     auto const found = std::find_if(slots.begin(), slots.end(), condition);
@@ -372,7 +358,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     Slot& slot = at(key.slot);
     slot.uses.fetch_add(1, std::memory_order_relaxed);
     slot.last_use.store(tick_.fetch_add(1, std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    return Lease(shared_from_this(), key, slot.tenant->id);
+    return Lease(this, key, slot.tenant->id);
   }
 
   // Drops what is staged; what it would have replaced can be leased again.
@@ -387,12 +373,13 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   std::atomic<std::uint64_t> tick_{0};
   std::atomic<std::uint64_t> steps_begun_{0};
   std::uint64_t tenancies_ = 0;
+  std::atomic<std::size_t> holders_{1};  // the owner and, once it has gone, slots with leases
 };
 
 }  // namespace detail
 
 inline void Lease::release() noexcept {
-  if (auto const ledger = std::exchange(ledger_, nullptr)) ledger->release(key_.slot);
+  if (auto* const ledger = std::exchange(ledger_, nullptr)) ledger->release(key_.slot);
   key_ = {};
   id_ = base_id;
 }

@@ -3,6 +3,7 @@
 // Which slot of a cache gives way to a new adapter.
 #pragma once
 
+#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -26,12 +27,12 @@ enum class SlotState : std::uint8_t {
 /// What a victim policy sees of a slot.
 struct SlotView {
   SlotState state = SlotState::empty;
+  /// Ready, and may be taken: no lease, all work of earlier ones done, and not the active adapter.
+  bool idle = false;
   std::int64_t leases = 0;
   std::uint64_t last_use = 0;  ///< the pool's tick when it was last leased or published; larger is later
   std::uint64_t uses = 0;      ///< leases taken in this tenancy
   std::size_t bytes = 0;       ///< of A, B and bias as packed
-  /// Ready, and may be taken: no lease, all work of earlier ones done, and not the active adapter.
-  bool idle = false;
 };
 
 /// Which slot gives way: `policy(views)` is an index into `views`, which are the slots that may be taken in
@@ -46,13 +47,18 @@ template <class P> concept VictimPolicy = requires(P const policy, std::span<Slo
 struct LruIdle {
   [[nodiscard]] constexpr std::optional<std::uint32_t> operator()(
       std::span<SlotView const> views) const noexcept {
-    std::optional<std::uint32_t> oldest;
+    constexpr std::uint64_t never = ~std::uint64_t{0};  // beyond any tick
+    std::uint64_t oldest_use = never;
+    std::uint32_t oldest = 0;
     for (std::uint32_t i = 0; i < views.size(); ++i) {
-      if (views[i].state == SlotState::empty) return i;
-      if (!views[i].idle) continue;
-      if (!oldest || views[i].last_use < views[*oldest].last_use) oldest = i;
+      SlotView const& view = views[i];
+      if (view.state == SlotState::empty) return i;
+      // Without a branch: which slots are idle is as good as random.
+      std::uint64_t const use = view.idle ? view.last_use : never;
+      oldest = use < oldest_use ? i : oldest;
+      oldest_use = std::min(use, oldest_use);
     }
-    return oldest;
+    return oldest_use == never ? std::nullopt : std::optional(oldest);
   }
 };
 static_assert(VictimPolicy<LruIdle>);
