@@ -164,7 +164,9 @@ struct Server {
   ModelShape shape = make_shape();
   Pool pool = expect(Pool::create(shape, {.max_slots = 4, .spare = 2, .max_rank = 8}));
   std::array<std::atomic<std::size_t>, names.size()> newest{};
-  HostTier<Reader> tier{std::size_t{48} << 10, Reader{&shape, &newest}};
+  HostTier<float, Reader> tier{shape,
+                               expect(PinnedArena::create(pool.backend(), std::size_t{48} << 10, 4096)),
+                               Reader{&shape, &newest}};
   std::atomic<bool> stop = false;
   std::atomic<int> refused_for_no_reason = 0;
   std::mutex mutex;
@@ -186,7 +188,7 @@ struct Server {
       check(staged ? Errc::ok : staged.error().code);
       if (!staged) continue;
       std::lock_guard<std::mutex> const lock(mutex);
-      loaded[staged->id] = (*content)->digest.high - 1;
+      loaded[staged->id] = (*content)->outline().digest.high - 1;
     }
   }
 

@@ -64,6 +64,7 @@ class AdapterLoader {
     adapter_.modules_applied = std::ssize(adapter_.pairs);
     warn_of_zero_scales();
     adapter_.digest = digest();
+    adapter_.model = shape_.fingerprint();
     return std::move(adapter_);
   }
 

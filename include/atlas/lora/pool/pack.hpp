@@ -25,12 +25,17 @@
 
 namespace atlas::lora::inline v0 {
 
+/// What an adapter is turned into.
+struct PackOptions {
+  bool leave_out_unserved =
+      false;  ///< pack the linears of an adapter that also has parts a pool does not serve
+  ConversionPolicy conversion{};
+};
+
 /// How an adapter is loaded into a pool.
 struct StageOptions {
-  bool pinned = false;  ///< into a slot that is never evicted
-  bool leave_out_unserved =
-      false;  ///< load the linears of an adapter that also has parts a pool does not serve
-  ConversionPolicy conversion{};
+  bool pinned = false;    ///< into a slot that is never evicted
+  PackOptions packing{};  ///< of no account for a `PackedAdapter`
   /// Ends the load with `cancelled`, while it waits for other loads or packs. What is staged is staged.
   std::stop_token stop{};
 };
@@ -39,7 +44,7 @@ namespace detail {
 
 /// The digest of `adapter` as a pool applies it: what it was told to leave out or to mend on conversion is
 /// another content than the same file taken strictly.
-[[nodiscard]] constexpr Digest applied_digest(Adapter const& adapter, StageOptions const& options) noexcept {
+[[nodiscard]] constexpr Digest applied_digest(Adapter const& adapter, PackOptions const& options) noexcept {
   std::uint64_t const told = (options.leave_out_unserved ? 1u : 0u) |
                              (options.conversion.saturate_overflow ? 2u : 0u) |
                              (options.conversion.keep_non_finite ? 4u : 0u);
@@ -52,6 +57,8 @@ struct PackedExtent {
   std::size_t a = 0;
   std::size_t b = 0;
   std::size_t bias = 0;
+
+  [[nodiscard]] constexpr std::size_t elements() const noexcept { return a + b + bias; }
 };
 
 [[nodiscard]] inline PackedExtent packed_extent(AdapterPair const& pair, Module const& module) noexcept {
@@ -60,16 +67,36 @@ struct PackedExtent {
                       n_out * static_cast<std::size_t>(padded_rank(pair.rank)), pair.bias ? n_out : 0};
 }
 
-/// Bytes of all pairs as packed, for an adapter that fits the pool.
-[[nodiscard]] inline std::size_t packed_bytes(Adapter const& adapter, ModelShape const& shape,
-                                              std::size_t element_bytes) noexcept {
-  std::size_t elements = 0;
+/// One pair as packed.
+struct PackedPair {
+  Site site;
+  std::int32_t rank = 0;
+  float scale = 0.0F;
+  PackedExtent extent;
+  std::size_t offset = 0;  ///< bytes before its A, when all pairs lie behind one another
+};
+
+/// All that a packed adapter is apart from its elements.
+struct PackedOutline {
+  std::vector<PackedPair> pairs;  ///< in site order, none of rank 0
+  std::size_t bytes = 0;          ///< of all pairs
+  std::int32_t max_rank = 0;
+  Digest digest;  ///< as it is applied
+};
+
+/// The outline of a checked adapter.
+[[nodiscard]] inline PackedOutline outline_of(Adapter const& adapter, ModelShape const& shape,
+                                              std::size_t element_bytes, PackOptions const& options) {
+  PackedOutline outline;
+  outline.digest = applied_digest(adapter, options);
   for (AdapterPair const& pair : adapter.pairs) {
     if (pair.rank == 0) continue;
     PackedExtent const extent = packed_extent(pair, shape.module(pair.site));
-    elements += extent.a + extent.b + extent.bias;
+    outline.pairs.push_back({pair.site, pair.rank, pair.scale, extent, outline.bytes});
+    outline.bytes += extent.elements() * element_bytes;
+    outline.max_rank = std::max(outline.max_rank, pair.rank);
   }
-  return elements * element_bytes;
+  return outline;
 }
 
 /// Collects what is wrong with an adapter, one fault a line; its code is the first fault's.
@@ -108,14 +135,22 @@ inline void check_tensor(HostTensor const& tensor, std::initializer_list<std::in
   }
 }
 
+[[nodiscard]] inline std::string place_of(Site site, Module const& module) {
+  return "layer " + std::to_string(site.layer) + " '" + module.name + "': ";
+}
+
+inline void check_room(Site site, Module const& module, std::int32_t rank, std::int32_t max_rank,
+                       PackFaults& faults) {
+  if (rank <= max_rank) return;
+  faults.add(Errc::rank_exceeds_pool, place_of(site, module) + "rank " + std::to_string(rank) +
+                                          " exceeds the pool's " + std::to_string(max_rank));
+}
+
 inline void check_pair(AdapterPair const& pair, Module const& module, std::int32_t max_rank, bool biases,
                        PackFaults& faults) {
-  std::string const place = "layer " + std::to_string(pair.site.layer) + " '" + module.name + "': ";
+  std::string const place = place_of(pair.site, module);
   if (pair.rank < 0) faults.add(Errc::invalid_argument, place + "rank is " + std::to_string(pair.rank));
-  if (pair.rank > max_rank) {
-    faults.add(Errc::rank_exceeds_pool, place + "rank " + std::to_string(pair.rank) + " exceeds the pool's " +
-                                            std::to_string(max_rank));
-  }
+  check_room(pair.site, module, pair.rank, max_rank, faults);
   if (!std::isfinite(pair.scale)) faults.add(Errc::out_of_range, place + "scale is not finite");
   if (pair.rank < 1 || pair.rank > max_rank) return;
   check_tensor(pair.a, {pair.rank, module.k_in}, faults);
@@ -127,14 +162,22 @@ inline void check_pair(AdapterPair const& pair, Module const& module, std::int32
   check_tensor(*pair.bias, {module.n_out}, faults);
 }
 
+/// What is said of an adapter of another model, whose sites mean other linears.
+[[nodiscard]] inline Error other_model(std::string_view name) {
+  return Error(Errc::shape_mismatch, "adapter '" + std::string(name) +
+                                         "': was audited for another model than the pool's (ModelShape)");
+}
+
 /// Whether a pool for `shape` can hold the adapter; every fault is named. Errors: `invalid_argument` for no
 /// digest, a negative rank, a site twice or out of order; `not_found` for a site that the model does not
-/// have; `rank_exceeds_pool`; `shape_mismatch`; `out_of_range` for a scale that is not finite; `unsupported`
-/// for tensors that a pool does not serve.
+/// have; `rank_exceeds_pool`; `shape_mismatch`, for an adapter of another model too; `out_of_range` for a
+/// scale that is not finite; `unsupported` for tensors that a pool does not serve.
 [[nodiscard]] inline Result<void> check_adapter(std::string_view name, Adapter const& adapter,
                                                 ModelShape const& shape, std::int32_t max_rank, bool biases,
                                                 bool leave_out_unserved) {
   PackFaults faults(name);
+  if (adapter.model != 0 && adapter.model != shape.fingerprint())
+    return cuda::std::unexpected<Error>(other_model(name));
   if (adapter.digest == Digest{}) {
     faults.add(Errc::invalid_argument, "no content digest, without which a prefix cache could mix contents");
   }

@@ -23,6 +23,7 @@
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/pool_state.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
@@ -86,11 +87,14 @@ class AdapterPool {
   /// `spare_busy`; `out_of_memory` when all pinned slots are taken; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
-    auto staged = try_load(name, adapter, options);
-    if (staged) return staged;
-    std::lock_guard<std::mutex> const lock(ledger().mutex);
-    count_refusal(staged.error().code);
-    return staged;
+    return load_any(name, adapter, options);
+  }
+
+  /// The same of an adapter that is packed already, as `HostTier` keeps them: the device copies it, and
+  /// nothing is converted. Who calls holds it until the call returns.
+  [[nodiscard]] Result<Staged> load(std::string_view name, PackedAdapter<T> const& adapter,
+                                    StageOptions const& options = {}) {
+    return load_any(name, adapter, options);
   }
 
   /// Takes `name` out of the pool; its memory is spare once nothing reads it. Errors: `not_found`;
@@ -271,21 +275,32 @@ class AdapterPool {
     return outcome;
   }
 
-  Result<Staged> try_load(std::string_view name, Adapter const& adapter, StageOptions const& options) {
+  template <class A>
+  Result<Staged> load_any(std::string_view name, A const& adapter, StageOptions const& options) {
+    auto staged = try_load(name, adapter, options);
+    if (staged) return staged;
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    count_refusal(staged.error().code);
+    return staged;
+  }
+
+  template <class A>
+  Result<Staged> try_load(std::string_view name, A const& adapter, StageOptions const& options) {
     if (!valid_name(name)) {
       return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
                                               " bytes without control bytes needed");
     }
-    auto const checked = detail::check_adapter(name, adapter, shape(), layout().max_rank(),
-                                               state_->options.biases, options.leave_out_unserved);
+    auto const checked = detail::checked_outline<T>(name, adapter, shape(), layout().max_rank(),
+                                                    state_->options.biases, options.packing);
     if (!checked) return forward_error(checked);
+    detail::PackedOutline const& outline = *checked;
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
     if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
     std::int32_t place = 0;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
-      if (auto const present = hit(name, adapter, options)) return *present;
+      if (auto const present = hit(name, outline.digest, options.pinned)) return *present;
       auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
       if (!slot) return forward_error(slot);
       auto const spare = ledger().take_place();
@@ -295,14 +310,14 @@ class AdapterPool {
       place = *spare;
       ++ledger().loading;
     }
-    auto const counts = state_->pack(**lane, place, adapter, options);
+    auto const counts = state_->pack(**lane, place, adapter, outline, options);
     bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     --ledger().loading;
     // Another load may have brought the same meanwhile.
-    auto const present = counts ? hit(name, adapter, options) : std::nullopt;
+    auto const present = counts ? hit(name, outline.digest, options.pinned) : std::nullopt;
     auto staged = present  ? Result<Staged>(*present)
-                  : counts ? stage(name, adapter, options, place)
+                  : counts ? stage(name, outline, options.pinned, place)
                            : Result<Staged>(forward_error(counts));
     if (!is_quiet) (**lane).unsettled = place;
     if (is_quiet && (present || !staged)) ledger().give_back_place(place);
@@ -311,9 +326,8 @@ class AdapterPool {
   }
 
   // What a load of content that is there already returns.
-  std::optional<Staged> hit(std::string_view name, Adapter const& adapter,
-                            StageOptions const& options) const {
-    auto const present = ledger().present(name, detail::applied_digest(adapter, options), options.pinned);
+  std::optional<Staged> hit(std::string_view name, Digest const& digest, bool pinned) const {
+    auto const present = ledger().present(name, digest, pinned);
     if (!present) return std::nullopt;
     ++ledger().counters.hits;
     return Staged{present->first, present->second, {}};
@@ -360,29 +374,21 @@ class AdapterPool {
     return ledger().choose(name, pinned, victim_);
   }
 
-  static std::int32_t largest_rank(Adapter const& adapter) noexcept {
-    std::int32_t rank = 0;
-    for (AdapterPair const& pair : adapter.pairs) rank = std::max(rank, pair.rank);
-    return rank;
-  }
-
   // Stages what is packed in `place`; on failure nothing has changed.
-  Result<Staged> stage(std::string_view name, Adapter const& adapter, StageOptions const& options,
+  Result<Staged> stage(std::string_view name, detail::PackedOutline const& outline, bool pinned,
                        std::int32_t place) {
-    Digest const digest = detail::applied_digest(adapter, options);
-    auto slot = choose(name, options.pinned);
+    auto slot = choose(name, pinned);
     if (!slot) return forward_error(slot);
-    auto const id = ledger().names.identify(name, digest);
+    auto const id = ledger().names.identify(name, outline.digest);
     if (!id) return forward_error(id);
     while (!ledger().claim(ledger().at(*slot))) {  // somebody has leased it meanwhile
-      slot = choose(name, options.pinned);
+      slot = choose(name, pinned);
       if (!slot) return forward_error(slot);
     }
-    state_->write_image(*slot, place, adapter);
+    state_->write_image(*slot, place, outline);
     SlotKey const key =
-        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, digest, place,
-                                             detail::packed_bytes(adapter, shape(), sizeof(T)),
-                                             largest_rank(adapter), ledger().names.generation(name)});
+        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, outline.digest, place, outline.bytes,
+                                             outline.max_rank, ledger().names.generation(name)});
     return Staged{key, *id, {}};
   }
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <utility>
 
@@ -22,6 +23,7 @@
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/steps.hpp"
@@ -78,28 +80,46 @@ class PoolState {
   /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes. Returns
   /// when the device has them. On failure the place's content is arbitrary, and copies may still go there.
   [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place, Adapter const& adapter,
-                                              StageOptions const& how) {
+                                              PackedOutline const& outline, StageOptions const& how) {
     ConversionCounts counts;
     if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
+    std::span<std::byte> const staging(pinned_ + memory.staging_offset + lane.index * memory.staging_stride,
+                                       memory.layout.largest_site_bytes());
+    auto packed = outline.pairs.begin();
     for (AdapterPair const& pair : adapter.pairs) {
-      if (how.stop.stop_requested()) {
-        return fail(Errc::cancelled, "layer " + std::to_string(pair.site.layer) + " '" +
-                                         shape.module(pair.site).name + "': cancelled before it was packed");
-      }
       if (pair.rank == 0) continue;
+      if (auto const on = go_on(pair.site, how.stop); !on) return cuda::std::unexpected<Error>(on.error());
       if (auto const ready = drain(lane); !ready) return cuda::std::unexpected<Error>(ready.error());
-      std::span<T> const staging(
-          reinterpret_cast<T*>(pinned_ + memory.staging_offset + lane.index * memory.staging_stride),
-          memory.layout.largest_site_bytes() / sizeof(T));
-      auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging, how.conversion);
-      if (!packed) return packed;
-      add_counts(counts, *packed);
-      if (auto const sent = send(lane, place, pair, staging.data()); !sent) {
-        return cuda::std::unexpected<Error>(sent.error());
-      }
+      auto const converted =
+          pack_pair<T>(pair, shape.module(pair.site),
+                       std::span<T>(reinterpret_cast<T*>(staging.data()), staging.size() / sizeof(T)),
+                       how.packing.conversion);
+      if (!converted) return converted;
+      add_counts(counts, *converted);
+      auto const sent =
+          send(lane, place, *packed++, [&](std::size_t offset, std::size_t bytes, auto const& body) {
+            return body(staging.data() + offset, bytes);
+          });
+      if (!sent) return cuda::std::unexpected<Error>(sent.error());
     }
     if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
     return counts;
+  }
+
+  /// The same from an adapter that is packed already: copies by the device alone.
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
+                                              PackedAdapter<T> const& adapter, PackedOutline const& outline,
+                                              StageOptions const& how) {
+    if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
+    for (PackedPair const& pair : outline.pairs) {
+      if (auto const on = go_on(pair.site, how.stop); !on) return cuda::std::unexpected<Error>(on.error());
+      auto const sent = send(lane, place, pair, [&](std::size_t offset, std::size_t bytes, auto const& body) {
+        return adapter.blocks().for_each_piece(pair.offset + offset, bytes, body);
+      });
+      if (!sent) return cuda::std::unexpected<Error>(sent.error());
+    }
+    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
+    return adapter.counts();
   }
 
   /// Waits until the device has done all that loads have enqueued on the lane.
@@ -117,15 +137,14 @@ class PoolState {
 
   /// Writes the image of `slot`'s record: a cell for every site, null where the adapter has no pair. Nothing
   /// may be reading the image. The ledger's mutex is held.
-  void write_image(std::int32_t slot, std::int32_t place, Adapter const& adapter) noexcept {
+  void write_image(std::int32_t slot, std::int32_t place, PackedOutline const& outline) noexcept {
     std::span<RouteCell<T>> const cells(image(static_cast<std::size_t>(slot)), memory.layout.sites());
     std::fill(cells.begin(), cells.end(), RouteCell<T>{});
-    for (AdapterPair const& pair : adapter.pairs) {
-      if (pair.rank == 0) continue;
+    for (PackedPair const& pair : outline.pairs) {
       std::size_t const site = *shape.find(pair.site);
       cells[site] = RouteCell<T>{a_at(place, site),
                                  b_at(place, site),
-                                 pair.bias ? bias_at(place, site) : nullptr,
+                                 pair.extent.bias > 0 ? bias_at(place, site) : nullptr,
                                  pair.scale,
                                  pair.rank,
                                  padded_rank(pair.rank),
@@ -224,15 +243,29 @@ class PoolState {
     return backend.fill(biases_at(place), std::byte{0}, memory.bias_stride, *lane.stream);
   }
 
-  Result<void> send(Lane const& lane, std::int32_t place, AdapterPair const& pair, T const* staging) {
+  // Whether a load may go on to a pair.
+  Result<void> go_on(Site site, std::stop_token const& stop) const {
+    if (!stop.stop_requested()) return {};
+    return fail(Errc::cancelled, "layer " + std::to_string(site.layer) + " '" + shape.module(site).name +
+                                     "': cancelled before it was packed");
+  }
+
+  // Enqueues the copies of a pair, whose bytes `source(offset, bytes, body)` shows to `body` piece by piece.
+  template <class Source>
+  Result<void> send(Lane const& lane, std::int32_t place, PackedPair const& pair, Source const& source) {
     std::size_t const site = *shape.find(pair.site);
-    PackedExtent const extent = packed_extent(pair, shape.module(pair.site));
-    auto sent = backend.copy(a_at(place, site), staging, extent.a * sizeof(T), *lane.stream);
-    if (!sent) return sent;
-    sent = backend.copy(b_at(place, site), staging + extent.a, extent.b * sizeof(T), *lane.stream);
-    if (!sent || extent.bias == 0) return sent;
-    return backend.copy(bias_at(place, site), staging + extent.a + extent.b, extent.bias * sizeof(T),
-                        *lane.stream);
+    std::size_t offset = 0;
+    auto const copy = [&](T* to, std::size_t elements) {
+      auto* target = reinterpret_cast<std::byte*>(to);
+      std::size_t const begin = std::exchange(offset, offset + elements * sizeof(T));
+      return source(begin, elements * sizeof(T), [&](std::byte const* from, std::size_t bytes) {
+        return backend.copy(std::exchange(target, target + bytes), from, bytes, *lane.stream);
+      });
+    };
+    auto sent = copy(a_at(place, site), pair.extent.a);
+    if (sent) sent = copy(b_at(place, site), pair.extent.b);
+    if (sent && pair.extent.bias > 0) sent = copy(bias_at(place, site), pair.extent.bias);
+    return sent;
   }
 
   std::byte* device_ = nullptr;
