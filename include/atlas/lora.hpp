@@ -27,6 +27,7 @@
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 
+#include "atlas/lora/route/levers.hpp"
 #include "atlas/lora/route/policy.hpp"
 #include "atlas/lora/route/row_map.hpp"
 #include "atlas/lora/route/row_plan.hpp"

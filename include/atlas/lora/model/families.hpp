@@ -202,7 +202,8 @@ struct LayerKinds {
   ModelDescription d{.num_layers = c.layers, .hidden = c.hidden, .vocab = c.vocab, .tied_head = c.tied_head};
   auto const add = [&d](std::string name, std::int64_t n_out, std::int64_t k_in,
                         std::vector<std::int32_t> const& layers, std::vector<std::int64_t> parts = {}) {
-    if (!layers.empty()) d.modules.push_back({std::move(name), n_out, k_in, layers, std::move(parts)});
+    bool const ffn = name.starts_with("mlp.") || name == "linear_attn.out_proj";
+    if (!layers.empty()) d.modules.push_back({std::move(name), n_out, k_in, layers, std::move(parts), ffn});
   };
   std::int64_t const q = (traits.family == detail::Family::hybrid ? 2 : 1) * c.heads * c.head_dim;
   std::int64_t const kv = c.kv_heads * c.head_dim;

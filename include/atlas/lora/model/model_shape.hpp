@@ -84,8 +84,9 @@ class ModelShape {
   /// Whether `lm_head` is the embedding.
   [[nodiscard]] bool tied_head() const noexcept { return description_.tied_head; }
 
-  /// A hash of the whole description but for its flags: what an adapter was audited against is another model
-  /// when it differs. Never 0.
+  /// A hash of the names, widths and layers of all linears and experts, and of the embedding's: shapes that
+  /// differ in it are different models, and an adapter that was audited against one is not for the other.
+  /// Never 0.
   [[nodiscard]] std::uint64_t fingerprint() const noexcept { return fingerprint_; }
 
   /// Every place that may have a pair, in packing order: layers ascending, modules in list order within a
