@@ -77,7 +77,7 @@ class AdapterLoader {
   bool read_config() {
     auto const text = read_text(config_path_, most_config_bytes);
     if (text) {
-      config_ = gather_peft_config(*text, config_path_, options_.base_is_converted, faults_);
+      config_ = gather_peft_config(*text, config_path_, options_, faults_);
     } else {
       faults_.add(text.error());
     }

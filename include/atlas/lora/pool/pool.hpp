@@ -223,10 +223,15 @@ class AdapterPool {
     return state_->snapshot();
   }
 
+  /// The model that it serves; what `load` takes must have been audited against it.
   [[nodiscard]] ModelShape const& shape() const noexcept { return state_->shape; }
+  /// Where each site lies in a physical slot; its `max_rank` is the options' rounded up to a multiple of 8.
   [[nodiscard]] SlotLayout const& layout() const noexcept { return state_->memory.layout; }
+  /// What it was created with.
   [[nodiscard]] PoolOptions const& options() const noexcept { return state_->options; }
+  /// Slots that rows can name; a row slot of this or more is base.
   [[nodiscard]] std::int32_t max_slots() const noexcept { return state_->options.max_slots; }
+  /// The device that it is on.
   [[nodiscard]] B& backend() noexcept { return state_->backend; }
 
  private:
