@@ -311,7 +311,7 @@ class World {
 
   // Every lease, and everything that the open step may read, finds the content that it was given, whole.
   void check_readers() {
-    std::array<std::int64_t, 3> leases{};
+    std::array<std::int32_t, 3> leases{};
     for (auto const& request : requests_) {
       if (!request) continue;
       ++leases[static_cast<std::size_t>(request->lease.slot())];

@@ -12,7 +12,7 @@ namespace {
 
 using namespace atlas::lora;
 
-constexpr SlotView filled(std::int64_t leases, std::uint64_t tick) {
+constexpr SlotView filled(std::int32_t leases, std::uint64_t tick) {
   return SlotView{SlotState::ready, leases == 0, leases, tick, 0, 0};
 }
 constexpr SlotView empty(std::uint64_t tick = 0) { return SlotView{SlotState::empty, false, 0, tick, 0, 0}; }

@@ -90,7 +90,7 @@ class SlotLedger {
   [[nodiscard]] SlotView view(std::int32_t index) const noexcept {
     Slot const& slot = at(index);
     SlotView view;
-    view.leases = static_cast<std::int64_t>(slot.gate.leases());
+    view.leases = static_cast<std::int32_t>(slot.gate.leases());
     view.last_use = slot.last_use.load(std::memory_order_relaxed);
     view.uses = slot.uses.load(std::memory_order_relaxed);
     if (slot.staged) {

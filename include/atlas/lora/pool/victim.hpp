@@ -29,7 +29,7 @@ struct SlotView {
   SlotState state = SlotState::empty;
   /// Ready, and may be taken: no lease, all work of earlier ones done, and not the active adapter.
   bool idle = false;
-  std::int64_t leases = 0;
+  std::int32_t leases = 0;
   std::uint64_t last_use = 0;  ///< the pool's tick when it was last leased or published; larger is later
   std::uint64_t uses = 0;      ///< leases taken in this tenancy
   std::size_t bytes = 0;       ///< of A, B and bias as packed
@@ -47,19 +47,39 @@ template <class P> concept VictimPolicy = requires(P const policy, std::span<Slo
 struct LruIdle {
   [[nodiscard]] constexpr std::optional<std::uint32_t> operator()(
       std::span<SlotView const> views) const noexcept {
-    constexpr std::uint64_t never = ~std::uint64_t{0};  // beyond any tick
-    std::uint64_t oldest_use = never;
-    std::uint32_t oldest = 0;
-    for (std::uint32_t i = 0; i < views.size(); ++i) {
-      SlotView const& view = views[i];
-      if (view.state == SlotState::empty) return i;
-      // Without a branch: which slots are idle is as good as random.
-      std::uint64_t const use = view.idle ? view.last_use : never;
-      oldest = use < oldest_use ? i : oldest;
-      oldest_use = std::min(use, oldest_use);
+    // Without a branch for each slot, since which are idle is as good as random, and in two chains, which a
+    // processor follows at one time.
+    Oldest even;
+    Oldest odd;
+    auto const size = static_cast<std::uint32_t>(views.size());
+    std::uint32_t i = 0;
+    for (; i + 1 < size; i += 2) {
+      if (views[i].state == SlotState::empty) return i;
+      if (views[i + 1].state == SlotState::empty) return i + 1;
+      even.offer(views[i], i);
+      odd.offer(views[i + 1], i + 1);
     }
-    return oldest_use == never ? std::nullopt : std::optional(oldest);
+    if (i < size) {
+      if (views[i].state == SlotState::empty) return i;
+      even.offer(views[i], i);
+    }
+    bool const is_odd = odd.use != even.use ? odd.use < even.use : odd.slot < even.slot;
+    Oldest const& oldest = is_odd ? odd : even;
+    return oldest.use == Oldest::never ? std::nullopt : std::optional(oldest.slot);
   }
+
+ private:
+  struct Oldest {
+    static constexpr std::uint64_t never = ~std::uint64_t{0};  // beyond any tick
+    std::uint64_t use = never;
+    std::uint32_t slot = 0;
+
+    constexpr void offer(SlotView const& view, std::uint32_t index) noexcept {
+      std::uint64_t const own = view.last_use | (std::uint64_t{view.idle} - 1);  // never, unless it is idle
+      slot = own < use ? index : slot;
+      use = std::min(own, use);
+    }
+  };
 };
 static_assert(VictimPolicy<LruIdle>);
 
