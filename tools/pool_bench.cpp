@@ -6,7 +6,6 @@
 //
 //   pool_bench [--json FILE]
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -99,16 +98,6 @@ std::vector<Row> lease_rows() {
                             }
                           }),
                   0.0});
-  for (auto const& [what, key] : {std::pair("the same, another thread on another slot", keys[2]),
-                                  std::pair("the same, another thread on the same slot", keys[1])}) {
-    std::atomic<bool> done = false;
-    std::thread other([&, other_key = key] {
-      while (!done) static_cast<void>(pool.acquire(other_key));
-    });
-    rows.push_back({what, acquire_by_key(pool, keys[1]), 0.0});
-    done = true;
-    other.join();
-  }
   return rows;
 }
 
