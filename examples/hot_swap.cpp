@@ -177,6 +177,7 @@ Timing time_steps(Device& device, Workload const& workload, Server<Device>& serv
   auto& pool = server.pool();
   std::size_t const resident = workload.names / 2;
   std::vector<Lease> leases;
+  server.prefetch();
   for (std::size_t name = 0; name < resident; ++name) {
     server.load(name);
     expect(pool.begin_step(device.stream()));

@@ -73,6 +73,11 @@ class Server {
   /// Brings `name` in, and waits until its load is told of.
   void load(std::size_t name) { record(name, expect(tier_.get(workload_.name(name)))); }
 
+  /// Reads what is newest of every name.
+  void prefetch() {
+    for (std::size_t name = 0; name < workload_.names; ++name) expect(tier_.prefetch(workload_.name(name)));
+  }
+
   /// The content that a load was told to have this id; the load may still be about to tell.
   [[nodiscard]] std::size_t content_of(std::uint64_t id) {
     for (;;) {

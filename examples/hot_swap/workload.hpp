@@ -77,7 +77,7 @@ struct Workload {
           .slots = 5,
           .kept = 6,
           .block_bytes = PinnedArena::usual_block_bytes,
-          .change_every = std::chrono::milliseconds(20)};
+          .change_every = std::chrono::milliseconds(250)};
 }
 
 [[nodiscard]] inline ModelShape make_shape(Workload const& workload) {
