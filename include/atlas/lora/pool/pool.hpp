@@ -184,7 +184,8 @@ class AdapterPool {
     return table(shape().find(layer, module), layer, std::string(module));
   }
 
-  /// The key that `name` finds. Error: `not_found` when it is not published.
+  /// The key that `name` finds. Error: `not_found` when it is not published. While other content for its slot
+  /// is staged, acquiring it is `slot_busy`.
   [[nodiscard]] Result<SlotKey> find(std::string_view name) const {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     SlotKey const key = key_of(name);

@@ -37,7 +37,7 @@ struct SlotView {
 
 /// Which slot gives way: `policy(views)` is an index into `views`, which are the slots that may be taken in
 /// slot order, or none when all are in use. A pool takes only a slot that is empty or idle, whatever the
-/// policy says.
+/// policy says. It is called with the pool's lock held, so it calls nothing of the pool.
 template <class P> concept VictimPolicy = requires(P const policy, std::span<SlotView const> views) {
   { policy(views) }
   noexcept->std::same_as<std::optional<std::uint32_t>>;
