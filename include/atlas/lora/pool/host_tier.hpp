@@ -201,7 +201,7 @@ class HostTier {
     auto const adapter = reader_(name, stop);
     auto outline = adapter
                        ? detail::checked_outline<T>(name, *adapter, shape_, largest_pool_rank, true, packing_)
-                       : Result<detail::PackedOutline>(cuda::std::unexpected<Error>(adapter.error()));
+                       : Result<PackedOutline>(cuda::std::unexpected<Error>(adapter.error()));
     if (!outline) return failed(outline.error());
     auto blocks = make_room(name, outline->bytes);
     if (!blocks) return cuda::std::unexpected<Error>(blocks.error());

@@ -40,17 +40,6 @@ struct StageOptions {
   std::stop_token stop{};
 };
 
-namespace detail {
-
-/// The digest of `adapter` as a pool applies it: what it was told to leave out or to mend on conversion is
-/// another content than the same file taken strictly.
-[[nodiscard]] constexpr Digest applied_digest(Adapter const& adapter, PackOptions const& options) noexcept {
-  std::uint64_t const told = (options.leave_out_unserved ? 1u : 0u) |
-                             (options.conversion.saturate_overflow ? 2u : 0u) |
-                             (options.conversion.keep_non_finite ? 4u : 0u);
-  return {adapter.digest.low, adapter.digest.high ^ (told * 0x9e3779b97f4a7c15u)};
-}
-
 /// Elements of one pair as packed: A `[rank, k_in]`, B `[n_out, padded_rank(rank)]`, bias `[n_out]` or
 /// nothing.
 struct PackedExtent {
@@ -58,14 +47,9 @@ struct PackedExtent {
   std::size_t b = 0;
   std::size_t bias = 0;
 
+  /// All of them.
   [[nodiscard]] constexpr std::size_t elements() const noexcept { return a + b + bias; }
 };
-
-[[nodiscard]] inline PackedExtent packed_extent(AdapterPair const& pair, Module const& module) noexcept {
-  auto const n_out = static_cast<std::size_t>(module.n_out);
-  return PackedExtent{static_cast<std::size_t>(pair.rank) * static_cast<std::size_t>(module.k_in),
-                      n_out * static_cast<std::size_t>(padded_rank(pair.rank)), pair.bias ? n_out : 0};
-}
 
 /// One pair as packed.
 struct PackedPair {
@@ -80,9 +64,26 @@ struct PackedPair {
 struct PackedOutline {
   std::vector<PackedPair> pairs;  ///< in site order, none of rank 0
   std::size_t bytes = 0;          ///< of all pairs
-  std::int32_t max_rank = 0;
-  Digest digest;  ///< as it is applied
+  std::int32_t max_rank = 0;      ///< of the pairs; 0 when there are none
+  Digest digest;  ///< of the adapter as it is applied: its own, and what it was told on packing
 };
+
+namespace detail {
+
+/// The digest of `adapter` as a pool applies it: what it was told to leave out or to mend on conversion is
+/// another content than the same file taken strictly.
+[[nodiscard]] constexpr Digest applied_digest(Adapter const& adapter, PackOptions const& options) noexcept {
+  std::uint64_t const told = (options.leave_out_unserved ? 1u : 0u) |
+                             (options.conversion.saturate_overflow ? 2u : 0u) |
+                             (options.conversion.keep_non_finite ? 4u : 0u);
+  return {adapter.digest.low, adapter.digest.high ^ (told * 0x9e3779b97f4a7c15u)};
+}
+
+[[nodiscard]] inline PackedExtent packed_extent(AdapterPair const& pair, Module const& module) noexcept {
+  auto const n_out = static_cast<std::size_t>(module.n_out);
+  return PackedExtent{static_cast<std::size_t>(pair.rank) * static_cast<std::size_t>(module.k_in),
+                      n_out * static_cast<std::size_t>(padded_rank(pair.rank)), pair.bias ? n_out : 0};
+}
 
 /// The outline of a checked adapter.
 [[nodiscard]] inline PackedOutline outline_of(Adapter const& adapter, ModelShape const& shape,

@@ -30,7 +30,7 @@ class PackedAdapter {
  public:
   /// Packs `adapter` for `shape` into `blocks`, which hold at least `outline.bytes`. `outline` is the
   /// adapter's own. Errors: those of `convert`.
-  [[nodiscard]] static Result<PackedAdapter> pack(Adapter const& adapter, detail::PackedOutline outline,
+  [[nodiscard]] static Result<PackedAdapter> pack(Adapter const& adapter, PackedOutline outline,
                                                   ModelShape const& shape, ConversionPolicy policy,
                                                   PinnedBlocks blocks) {
     PackedAdapter packed;
@@ -52,7 +52,7 @@ class PackedAdapter {
   }
 
   /// Its pairs, their scales and ranks, and where their bytes lie in `blocks()`.
-  [[nodiscard]] detail::PackedOutline const& outline() const noexcept { return outline_; }
+  [[nodiscard]] PackedOutline const& outline() const noexcept { return outline_; }
   /// Its bytes.
   [[nodiscard]] PinnedBlocks const& blocks() const noexcept { return blocks_; }
   /// `ModelShape::fingerprint` of the model that it is packed for.
@@ -63,7 +63,7 @@ class PackedAdapter {
  private:
   PackedAdapter() = default;
 
-  detail::PackedOutline outline_;
+  PackedOutline outline_;
   PinnedBlocks blocks_;
   std::uint64_t model_ = 0;
   ConversionCounts counts_;

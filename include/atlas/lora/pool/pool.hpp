@@ -299,7 +299,7 @@ class AdapterPool {
     auto const checked = detail::checked_outline<T>(name, adapter, shape(), layout().max_rank(),
                                                     state_->options.biases, options.packing);
     if (!checked) return forward_error(checked);
-    detail::PackedOutline const& outline = *checked;
+    PackedOutline const& outline = *checked;
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
     if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
@@ -381,8 +381,7 @@ class AdapterPool {
   }
 
   // Stages what is packed in `place`; on failure nothing has changed.
-  Result<Staged> stage(std::string_view name, detail::PackedOutline const& outline, bool pinned,
-                       std::int32_t place) {
+  Result<Staged> stage(std::string_view name, PackedOutline const& outline, bool pinned, std::int32_t place) {
     auto slot = choose(name, pinned);
     if (!slot) return forward_error(slot);
     auto const id = ledger().names.identify(name, outline.digest);
