@@ -363,4 +363,30 @@ TEST_CASE("an adapter that is promoted from the tier is read by no file") {
   CHECK(pool.names() == std::vector<std::string>{"b"});
 }
 
+TEST_CASE(
+    "ten threads for each of three names cause three reads and three loads, and agree on slots and ids") {
+  Files files;
+  Tier tier(tiny_shape(), arena_of(4096), {&files});
+  auto pool =
+      *AdapterPool<float, HostBackend>::create(tiny_shape(), {.max_slots = 3, .spare = 2, .max_rank = 8});
+  std::vector<std::string> const names{"a", "b", "c"};
+  std::vector<Staged> staged(30);
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < staged.size(); ++i) {
+    threads.emplace_back([&, i] {
+      auto const outcome = promote(pool, tier, names[i % 3]);
+      CHECK(outcome.has_value());
+      if (outcome) staged[i] = *outcome;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(files.reads == 3);
+  CHECK(pool.snapshot().counters.loads == 3);
+  CHECK(tier.snapshot().reading == 0);
+  for (std::size_t i = 3; i < staged.size(); ++i) {
+    CHECK(staged[i].key == staged[i % 3].key);
+    CHECK(staged[i].id == staged[i % 3].id);
+  }
+}
+
 }  // namespace

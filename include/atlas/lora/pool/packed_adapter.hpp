@@ -28,8 +28,8 @@ namespace atlas::lora::inline v0 {
 template <Element T>
 class PackedAdapter {
  public:
-  /// Packs `adapter` for `shape` into `blocks`, which hold at least `outline.bytes`. `outline` is the
-  /// adapter's own. Errors: those of `convert`.
+  /// Packs `adapter`, which fits `shape`, into `blocks`, which hold at least `outline.bytes`; `outline` is
+  /// the adapter's own. Errors: those of `convert`.
   [[nodiscard]] static Result<PackedAdapter> pack(Adapter const& adapter, PackedOutline outline,
                                                   ModelShape const& shape, ConversionPolicy policy,
                                                   PinnedBlocks blocks) {
