@@ -102,22 +102,26 @@ __global__ void __launch_bounds__(256) touch_kernel(RowPlan plan, __grid_constan
                                                     int count, int rank, bool settled, int* sink) {
   if (!settled) detail::enter();
   unsigned seen = 0;
-  std::int64_t const groups = plan.header->num_groups;
-  std::int64_t before = 0;
+  auto const blocks = static_cast<int>(gridDim.x);
+  int const groups = plan.header->num_groups;
+  int before = 0;
   for (int t = 0; t < count; ++t) {
     RouteTable<T> const& table = tables.table[t];
-    std::int64_t const of_a = rank * table.k_in / 8;
-    std::int64_t const of_b = table.n_out * rank / 8;
-    std::int64_t const runs_a = divide_up(of_a, Loads * 256);
-    std::int64_t const runs = runs_a + divide_up(of_b, Loads * 256);
+    auto const of_a = rank * static_cast<int>(table.k_in) / 8;
+    auto const of_b = static_cast<int>(table.n_out) * rank / 8;
+    int const runs_a = (of_a + Loads * 256 - 1) / (Loads * 256);
+    int const runs = runs_a + (of_b + Loads * 256 - 1) / (Loads * 256);
     // Blocks go on where the last table's runs ended.
-    for (std::int64_t r = (blockIdx.x + gridDim.x - before % gridDim.x) % gridDim.x; r < runs * groups;
-         r += gridDim.x) {
-      RouteCell<T> const cell = *table.cell(plan.groups[r / runs].slot);
-      bool const is_a = r % runs < runs_a;
+    for (int turn = (static_cast<int>(blockIdx.x) + blocks - before % blocks) % blocks;
+         turn < runs * plan.max_groups; turn += blocks) {
+      RowGroup const group = plan.groups[turn / runs];
+      if (group.count == 0) break;
+      RouteCell<T> const cell = detail::load_cell(table.cell(group.slot));
+      bool const is_a = turn % runs < runs_a;
       auto const* const from = reinterpret_cast<uint4 const*>(is_a ? cell.a : cell.b);
-      std::int64_t const all = is_a ? of_a : of_b;
-      std::int64_t const first = (is_a ? r % runs : r % runs - runs_a) * Loads * 256 + threadIdx.x;
+      int const all = is_a ? of_a : of_b;
+      int const first =
+          (is_a ? turn % runs : turn % runs - runs_a) * Loads * 256 + static_cast<int>(threadIdx.x);
       uint4 values[Loads];
 #pragma unroll
       for (int i = 0; i < Loads; ++i)

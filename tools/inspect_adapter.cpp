@@ -69,14 +69,16 @@ Result<std::vector<float>> in_f32(Result<HostTensor> const& tensor) {
 }
 
 /// The path in the base model: a pair's name without what PEFT puts around it.
-std::string module_of(AdapterPair const& pair) {
+template <class Pair>
+std::string module_of(Pair const& pair) {
   std::string_view name = pair.a.name;
   name.remove_prefix(std::string_view("base_model.model.").size());
   return std::string(name.substr(0, name.rfind(".lora_A.")));
 }
 
 /// Our float32 delta for `rows` rows of `x`, by the library's reference on the CPU.
-Result<std::vector<float>> delta_of(AdapterPair const& pair, std::vector<float> const& x, std::int64_t rows) {
+template <class Pair>
+Result<std::vector<float>> delta_of(Pair const& pair, std::vector<float> const& x, std::int64_t rows) {
   auto const a = in_f32(pair.a);
   auto const b = in_f32(pair.b);
   auto const bias = pair.bias ? in_f32(*pair.bias) : Result<std::vector<float>>(std::vector<float>{});
@@ -95,21 +97,31 @@ Result<std::vector<float>> delta_of(AdapterPair const& pair, std::vector<float> 
   return y;
 }
 
-/// Fills in the comparison of one pair with `MODULE|x` and `MODULE|delta` of a file.
-void compare_pair(AdapterPair const& pair, SafetensorsFile const& expected, Comparison& out) {
-  TensorInfo const* const x_info = expected.find(out.module + "|x");
-  TensorInfo const* const delta_info = expected.find(out.module + "|delta");
-  std::vector<std::int64_t> const inputs{x_info->shape.empty() ? 0 : x_info->shape[0], pair.a.shape[1]};
-  if (delta_info == nullptr || x_info->shape != inputs ||
-      delta_info->shape != std::vector<std::int64_t>{inputs[0], pair.b.shape[0]}) {
-    out.fault = "x and delta do not fit the pair";
-    return;
+/// The change of a weight `[n_out, k_in]`: our deltas of the unit rows, transposed.
+template <class Pair>
+Result<std::vector<float>> change_of(Pair const& pair) {
+  auto const k_in = static_cast<std::size_t>(pair.a.shape[1]),
+             n_out = static_cast<std::size_t>(pair.b.shape[0]);
+  std::vector<float> unit_rows(k_in * k_in);
+  for (std::size_t k = 0; k < k_in; ++k) unit_rows[k * k_in + k] = 1.0F;
+  auto const rows = delta_of(pair, unit_rows, pair.a.shape[1]);
+  if (!rows) return rows;
+  std::vector<float> change(n_out * k_in);
+  for (std::size_t n = 0; n < n_out; ++n) {
+    for (std::size_t k = 0; k < k_in; ++k) change[n * k_in + k] = (*rows)[k * n_out + n];
   }
-  auto const x = in_f32(expected.read(x_info->name));
-  auto const theirs = in_f32(expected.read(delta_info->name));
-  auto const ours = x ? delta_of(pair, *x, inputs[0]) : x;
+  return change;
+}
+
+/// Takes up how far `ours` are from `theirs`, by PEFT's largest.
+void compare_values(Result<std::vector<float>> const& ours, Result<std::vector<float>> const& theirs,
+                    Comparison& out) {
   if (!ours || !theirs) {
     out.fault = ours ? theirs.error().message : ours.error().message;
+    return;
+  }
+  if (ours->size() != theirs->size()) {
+    out.fault = "PEFT's have another shape";
     return;
   }
   if (ours->empty() || !std::all_of(ours->begin(), ours->end(), [](float y) { return std::isfinite(y); })) {
@@ -124,19 +136,88 @@ void compare_pair(AdapterPair const& pair, SafetensorsFile const& expected, Comp
   if (out.largest > 0.0) out.error /= out.largest;
 }
 
-/// Compares every module that a file has an input for.
+/// Fills in the comparison of one pair with `MODULE|x` and `MODULE|delta` of a file.
+template <class Pair>
+void compare_pair(Pair const& pair, SafetensorsFile const& expected, Comparison& out) {
+  TensorInfo const* const x_info = expected.find(out.module + "|x");
+  TensorInfo const* const delta_info = expected.find(out.module + "|delta");
+  std::vector<std::int64_t> const inputs{x_info->shape.empty() ? 0 : x_info->shape[0], pair.a.shape[1]};
+  if (delta_info == nullptr || x_info->shape != inputs ||
+      delta_info->shape != std::vector<std::int64_t>{inputs[0], pair.b.shape[0]}) {
+    out.fault = "x and delta do not fit the pair";
+    return;
+  }
+  auto const x = in_f32(expected.read(x_info->name));
+  compare_values(x ? delta_of(pair, *x, inputs[0]) : x, in_f32(expected.read(delta_info->name)), out);
+}
+
+/// The pair of a linear, a router or an expert's linear, by its path in the base model.
+struct Place {
+  AdapterPair const* linear = nullptr;
+  RouterPair const* router = nullptr;
+  ExpertPair const* expert = nullptr;
+};
+
+/// Our change of a parameter `MODULE|NAME`: a router's weight, or fused experts one after the other. Linears
+/// that the adapter leaves alone change by nothing.
+Result<std::vector<float>> parameter_change(Adapter const& adapter,
+                                            std::map<std::string, Place> const& places,
+                                            std::string const& module, std::string const& name,
+                                            std::vector<std::int64_t> const& shape) {
+  auto const found = places.find(module);
+  if (found == places.end()) return fail(Errc::not_found, "the adapter has no pair there");
+  if (found->second.router != nullptr) return change_of(*found->second.router);
+  if (found->second.expert == nullptr || shape.size() != 3) {
+    return fail(Errc::unsupported, "is not a parameter of experts or a router");
+  }
+  bool const down = name == "down_proj";
+  auto const rows = static_cast<std::size_t>(down ? shape[1] : shape[1] / 2);
+  std::size_t const one = rows * static_cast<std::size_t>(shape[2]);
+  std::vector<float> all(static_cast<std::size_t>(shape[0] * shape[1] * shape[2]));
+  for (ExpertPair const& pair : adapter.experts) {
+    if (pair.layer != found->second.expert->layer || (pair.linear == ExpertLinear::down) != down) continue;
+    auto const change = change_of(pair);
+    if (!change) return change;
+    std::size_t const part = pair.linear == ExpertLinear::up ? 1 : 0;
+    std::size_t const first = (static_cast<std::size_t>(pair.expert) * (down ? 1 : 2) + part) * one;
+    if (change->size() != one || first + one > all.size()) {
+      return fail(Errc::shape_mismatch, "PEFT's have another shape");
+    }
+    std::copy(change->begin(), change->end(), all.begin() + static_cast<std::ptrdiff_t>(first));
+  }
+  return all;
+}
+
+/// Compares every module that a file has an input for, and every parameter that it has a change of.
 std::vector<Comparison> compare_all(Adapter const& adapter, SafetensorsFile const& expected) {
-  std::map<std::string, AdapterPair const*> pairs;
-  for (AdapterPair const& pair : adapter.pairs) pairs[module_of(pair)] = &pair;
+  std::map<std::string, Place> places;
+  for (AdapterPair const& pair : adapter.pairs) places[module_of(pair)].linear = &pair;
+  for (RouterPair const& pair : adapter.routers) places[module_of(pair)].router = &pair;
+  for (ExpertPair const& pair : adapter.experts) places[module_of(pair)].expert = &pair;
+  constexpr std::string_view change = "|delta_weight";
   std::vector<Comparison> out;
   for (TensorInfo const& tensor : expected.tensors()) {
+    if (tensor.name.ends_with(change)) {
+      Comparison comparison{tensor.name.substr(0, tensor.name.size() - change.size())};
+      std::size_t const bar = comparison.module.find('|');
+      std::string const module = comparison.module.substr(0, bar);
+      std::string const name = bar == std::string::npos ? "" : comparison.module.substr(bar + 1);
+      compare_values(parameter_change(adapter, places, module, name, tensor.shape),
+                     in_f32(expected.read(tensor.name)), comparison);
+      out.push_back(std::move(comparison));
+      continue;
+    }
     if (!tensor.name.ends_with("|x")) continue;
     Comparison comparison{tensor.name.substr(0, tensor.name.size() - 2)};
-    auto const pair = pairs.find(comparison.module);
-    if (pair == pairs.end()) {
-      comparison.fault = "the adapter has no pair of a linear there";
+    auto const found = places.find(comparison.module);
+    if (found == places.end()) {
+      comparison.fault = "the adapter has no pair there";
+    } else if (found->second.linear != nullptr) {
+      compare_pair(*found->second.linear, expected, comparison);
+    } else if (found->second.router != nullptr) {
+      compare_pair(*found->second.router, expected, comparison);
     } else {
-      compare_pair(*pair->second, expected, comparison);
+      compare_pair(*found->second.expert, expected, comparison);
     }
     out.push_back(std::move(comparison));
   }
@@ -144,27 +225,24 @@ std::vector<Comparison> compare_all(Adapter const& adapter, SafetensorsFile cons
 }
 
 Report inspect(std::string const& directory, std::string const& model, ModelShape const& shape,
-               std::string const& expected_path) {
+               LoadOptions const& options, std::string const& expected_path) {
   Report report{directory, model};
-  auto adapter = load_adapter(directory, shape);
+  auto adapter = load_adapter(directory, shape, options);
   if (!adapter) {
     report.refusals = lines_of(adapter.error().message);
     return report;
   }
-  for (auto const& [list, part] :
-       {std::pair(&adapter->experts, "experts"), std::pair(&adapter->router, "a router"),
-        std::pair(&adapter->overlay, "token rows")}) {
-    for (HostTensor const& tensor : *list) {
-      report.refusals.push_back("tensor '" + detail::printable(tensor.name) + "': belongs to " + part +
-                                ", which a pool does not serve");
-    }
+  for (HostTensor const& tensor : adapter->overlay) {
+    report.refusals.push_back("tensor '" + detail::printable(tensor.name) +
+                              "': belongs to token rows, which a pool does not serve");
   }
   if (!expected_path.empty()) {
     auto const expected = SafetensorsFile::open(expected_path);
     if (expected) {
       report.comparisons = compare_all(*adapter, *expected);
       if (report.comparisons.empty())
-        report.refusals.push_back(expected_path + ": no MODULE|x to compare with");
+        report.refusals.push_back(expected_path +
+                                  ": no MODULE|x or MODULE|PARAMETER|delta_weight to compare with");
     } else {
       report.refusals.push_back(expected.error().message);
     }
@@ -185,6 +263,11 @@ std::string layer_name(Site site, ModelShape const& shape) {
   return site.layer == model_wide ? name : "layer " + std::to_string(site.layer) + " " + name;
 }
 
+char const* linear_name(ExpertLinear linear) {
+  constexpr char const* names[] = {"gate", "up", "down"};
+  return names[static_cast<int>(linear)];
+}
+
 void print_text(Report const& report, ModelShape const& shape) {
   std::printf("%s on %s\n", report.directory.c_str(), report.model.c_str());
   if (report.adapter) {
@@ -196,6 +279,17 @@ void print_text(Report const& report, ModelShape const& shape) {
     for (AdapterPair const& pair : adapter.pairs) {
       std::printf("    %-40s rank %-4d scale %-12.9g %s%s\n", layer_name(pair.site, shape).c_str(), pair.rank,
                   static_cast<double>(pair.scale), to_string(pair.a.type), pair.bias ? " with bias" : "");
+    }
+    for (RouterPair const& pair : adapter.routers) {
+      std::string const place = "layer " + std::to_string(pair.layer) + " router";
+      std::printf("    %-40s rank %-4d scale %-12.9g %s\n", place.c_str(), pair.rank,
+                  static_cast<double>(pair.scale), to_string(pair.a.type));
+    }
+    for (ExpertPair const& pair : adapter.experts) {
+      std::string const place = "layer " + std::to_string(pair.layer) + " expert " +
+                                std::to_string(pair.expert) + " " + linear_name(pair.linear);
+      std::printf("    %-40s rank %-4d scale %-12.9g %s\n", place.c_str(), pair.rank,
+                  static_cast<double>(pair.scale), to_string(pair.a.type));
     }
     for (std::string const& warning : adapter.warnings) std::printf("  warning: %s\n", warning.c_str());
   }
@@ -230,6 +324,22 @@ void print_json(Report const& report, ModelShape const& shape) {
                               {"dtype", to_string(pair.a.type)},
                               {"bias", pair.bias.has_value()}});
     }
+    out["routers"] = nlohmann::ordered_json::array();
+    for (RouterPair const& pair : adapter.routers) {
+      out["routers"].push_back({{"layer", pair.layer},
+                                {"rank", pair.rank},
+                                {"scale", pair.scale},
+                                {"dtype", to_string(pair.a.type)}});
+    }
+    out["experts"] = nlohmann::ordered_json::array();
+    for (ExpertPair const& pair : adapter.experts) {
+      out["experts"].push_back({{"layer", pair.layer},
+                                {"expert", pair.expert},
+                                {"linear", linear_name(pair.linear)},
+                                {"rank", pair.rank},
+                                {"scale", pair.scale},
+                                {"dtype", to_string(pair.a.type)}});
+    }
     out["warnings"] = adapter.warnings;
   }
   out["refusals"] = report.refusals;
@@ -251,13 +361,20 @@ void print_json(Report const& report, ModelShape const& shape) {
 
 int main(int argc, char** argv) {
   std::string directory, model, expected;
+  LoadOptions options;
   bool json = false;
   CLI::App app{"Says what a PEFT adapter holds and whether it can be served on a model."};
   app.add_option("DIR", directory, "folder with adapter_config.json and adapter_model.safetensors")
       ->required();
   app.add_option("--model", model, "the base model's config.json (default: the one in DIR)");
   app.add_option("--expected", expected,
-                 "safetensors file with MODULE|x and PEFT's MODULE|delta, to compare our deltas with");
+                 "safetensors file with MODULE|x and PEFT's MODULE|delta, or with PEFT's "
+                 "MODULE|PARAMETER|delta_weight, to compare ours with");
+  std::map<std::string, FusedExpertAxes> const axes{{"by-shape", FusedExpertAxes::by_shape},
+                                                    {"current", FusedExpertAxes::current},
+                                                    {"older", FusedExpertAxes::older}};
+  app.add_option("--expert-axes", options.fused_expert_axes, "which way round fused experts were written")
+      ->transform(CLI::CheckedTransformer(axes));
   app.add_flag("--json", json, "print one JSON object");
   try {
     app.parse(argc, argv);
@@ -273,7 +390,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", shape.error().message.c_str());
     return 2;
   }
-  Report const report = inspect(directory, model, *shape, expected);
+  Report const report = inspect(directory, model, *shape, options, expected);
   json ? print_json(report, *shape) : print_text(report, *shape);
   return report.held() ? 0 : 1;
 }

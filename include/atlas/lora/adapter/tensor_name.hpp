@@ -40,9 +40,6 @@ enum class TensorKind : std::uint8_t {
 /// What part of a model a tensor belongs to.
 enum class ModelPart : std::uint8_t { none, linear, expert, fused_experts, router, embedding, head };
 
-/// The linears of one expert.
-enum class ExpertLinear : std::uint8_t { gate, up, down };
-
 /// A tensor's key, understood.
 struct TensorName {
   TensorKind kind = TensorKind::unknown;

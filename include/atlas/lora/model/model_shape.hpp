@@ -36,6 +36,30 @@ struct MoeShape {
   /// The same for each of `layers`, in models whose layers differ; empty otherwise.
   std::vector<std::int64_t> layer_intermediate{};
 
+  /// The index into `layers` of global layer `layer`; none when it has no experts.
+  [[nodiscard]] std::optional<std::size_t> find(std::int32_t layer) const noexcept {
+    auto const at = std::lower_bound(layers.begin(), layers.end(), layer);
+    if (at == layers.end() || *at != layer) return std::nullopt;
+    return static_cast<std::size_t>(at - layers.begin());
+  }
+  /// One expert's linear in `layers[index]` as a module: its widths, and its place for messages. The expert
+  /// of a module is not part of its name.
+  [[nodiscard]] Module linear(std::size_t index, ExpertLinear which) const {
+    std::int64_t const inner = layer_intermediate.empty() ? intermediate : layer_intermediate[index];
+    constexpr char const* names[] = {"gate_proj", "up_proj", "down_proj"};
+    bool const down = which == ExpertLinear::down;
+    return Module{names[static_cast<std::size_t>(which)],
+                  down ? hidden : inner,
+                  down ? inner : hidden,
+                  {layers[index]},
+                  {},
+                  true};
+  }
+  /// The router of `layers[index]` as a module.
+  [[nodiscard]] Module router(std::size_t index) const {
+    return Module{"mlp.gate", num_experts, hidden, {layers[index]}, {}};
+  }
+
   friend bool operator==(MoeShape const&, MoeShape const&) = default;
 };
 

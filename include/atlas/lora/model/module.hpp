@@ -3,6 +3,7 @@
 // One linear projection of a model, as data: nothing in the library knows a model by its code.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -41,5 +42,10 @@ struct Site {
 
   friend constexpr bool operator==(Site const&, Site const&) = default;
 };
+
+/// The linears of one expert.
+enum class ExpertLinear : std::uint8_t { gate, up, down };
+/// How many of them there are.
+inline constexpr std::size_t expert_linears = 3;
 
 }  // namespace atlas::lora::inline v0

@@ -75,7 +75,8 @@ struct HostTierSnapshot {
   friend bool operator==(HostTierSnapshot const&, HostTierSnapshot const&) = default;
 };
 
-/// Adapters by name, packed for pools of one model and element type, in one arena of pinned memory. What was
+/// Adapters by name, packed for pools of one model and element type, experts and routers too, in one arena of
+/// pinned memory. What was
 /// asked for longest ago leaves first; what somebody holds does not leave. However many callers ask for a
 /// name at one time, it is read once, on the thread of the first, and all get that result or that error; an
 /// error is not kept. A caller that cancels ends its own wait alone: when it is the one that reads, another
@@ -88,7 +89,7 @@ class HostTier {
   using Content = std::shared_ptr<PackedAdapter<T> const>;
 
   /// A tier that has the whole of `arena`, which nobody else may take from. `packing` is how all adapters are
-  /// packed.
+  /// packed; experts and routers are kept wherever the model has them, whatever the pools serve.
   HostTier(ModelShape shape, PinnedArena arena, R reader, PackOptions const& packing = {})
       : shape_(std::move(shape)), arena_(std::move(arena)), reader_(std::move(reader)), packing_(packing) {}
   HostTier(HostTier const&) = delete;
@@ -199,9 +200,9 @@ class HostTier {
 
   Result<Content> read_and_pack(std::string_view name, std::stop_token const& stop) {
     auto const adapter = reader_(name, stop);
-    auto outline = adapter
-                       ? detail::checked_outline<T>(name, *adapter, shape_, largest_pool_rank, true, packing_)
-                       : Result<PackedOutline>(cuda::std::unexpected<Error>(adapter.error()));
+    auto outline = adapter ? detail::checked_outline<T>(name, *adapter, shape_, largest_pool_rank, true,
+                                                        shape_.moe().num_experts > 0, packing_)
+                           : Result<PackedOutline>(cuda::std::unexpected<Error>(adapter.error()));
     if (!outline) return failed(outline.error());
     auto blocks = make_room(name, outline->bytes);
     if (!blocks) return cuda::std::unexpected<Error>(blocks.error());

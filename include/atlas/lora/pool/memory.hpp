@@ -3,6 +3,7 @@
 // How much memory a pool takes, and where in it everything lies.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -11,9 +12,11 @@
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/pool/expert_layout.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/expert_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -29,6 +32,8 @@ struct PoolOptions {
   std::int32_t max_rank = 64;  ///< largest rank of any adapter; rounded up to a multiple of 8
   std::int32_t pinned = 0;     ///< slots `[0, pinned)` are never evicted, the others are a cache
   bool biases = false;         ///< whether room is kept for a bias of every linear
+  /// For the experts and routers of all adapters together (see `expert_bytes_needed`); 0: none are served.
+  std::size_t expert_bytes = 0;
 
   friend bool operator==(PoolOptions const&, PoolOptions const&) = default;
 };
@@ -44,13 +49,20 @@ struct MemoryNeeded {
 namespace detail {
 
 /// The parts of a pool's two allocations. Device: physical slots, their bias regions, records `[max_slots]`,
-/// each `[sites]` cells. Pinned: a record image for each slot, and staging of one site for each load lane.
+/// memory for experts. A record is `[sites]` cells, `[layers with experts]` routers' cells, and as many
+/// expert indexes. Pinned: a record image for each slot, and staging of one site, expert's linear or layer's
+/// cells for each load lane.
 struct PoolMemory {
   SlotLayout layout;
   std::size_t bias_stride = 0;  ///< bytes between bias regions; 0 without biases
   std::size_t record_bytes = 0;
+  std::size_t routers_in_record = 0;     ///< bytes; without experts there are neither routers nor indexes
+  std::size_t indexes_in_record = 0;     ///< bytes
+  std::size_t expert_index_stride = 0;   ///< bytes between the indexes of two layers
+  std::size_t largest_expert_block = 0;  ///< bytes
   std::size_t biases_offset = 0;
   std::size_t records_offset = 0;
+  std::size_t experts_offset = 0;
   std::size_t staging_offset = 0;
   std::size_t staging_stride = 0;  ///< bytes between the stagings of two lanes
   MemoryNeeded needed;
@@ -59,7 +71,7 @@ struct PoolMemory {
   /// when the whole needs 2^63 bytes or more.
   [[nodiscard]] static Result<PoolMemory> plan(ModelShape const& shape, PoolOptions const& options,
                                                std::size_t element_bytes) {
-    if (auto const fault = check(options); !fault.empty()) {
+    if (auto const fault = check(options, shape); !fault.empty()) {
       return fail(Errc::invalid_argument, "pool: " + fault);
     }
     auto layout = SlotLayout::create(shape, options.max_rank, element_bytes);
@@ -70,15 +82,19 @@ struct PoolMemory {
     std::size_t const places = slots + static_cast<std::size_t>(options.spare);
     memory.bias_stride = options.biases ? memory.layout.bias_bytes() : 0;
     memory.record_bytes = memory.layout.sites() * sizeof(RouteCell<float>);
+    if (options.expert_bytes > 0) memory.add_experts(shape.moe(), element_bytes);
     auto const biases = after(0, places, memory.layout.slot_bytes());
     auto const records = biases ? after(*biases, places, memory.bias_stride) : biases;
-    auto const device = records ? after(*records, slots, memory.record_bytes) : records;
+    auto const experts = records ? after(*records, slots, memory.record_bytes) : records;
+    auto const device = experts ? after(*experts, 1, options.expert_bytes) : experts;
     auto const staging = after(0, slots, memory.record_bytes);
-    auto const stride = after(0, 1, memory.layout.largest_site_bytes());
+    auto const stride =
+        after(0, 1, std::max(memory.layout.largest_site_bytes(), memory.largest_expert_block));
     auto const pinned = staging && stride ? after(*staging, loads_at_once, *stride) : std::nullopt;
     if (!device || !pinned) return fail(Errc::out_of_range, "pool: needs 2^63 bytes or more");
     memory.biases_offset = *biases;
     memory.records_offset = *records;
+    memory.experts_offset = *experts;
     memory.staging_offset = *staging;
     memory.staging_stride = *stride;
     memory.needed = MemoryNeeded{*device, *pinned};
@@ -86,13 +102,21 @@ struct PoolMemory {
   }
 
  private:
+  void add_experts(MoeShape const& moe, std::size_t element_bytes) {
+    largest_expert_block = detail::largest_expert_block(moe, layout.max_rank(), element_bytes);
+    routers_in_record = record_bytes;
+    indexes_in_record = routers_in_record + moe.layers.size() * sizeof(RouteCell<float>);
+    expert_index_stride = expert_index_bytes(moe.num_experts);
+    record_bytes = indexes_in_record + moe.layers.size() * expert_index_stride;
+  }
+
   // Where the next part begins: behind `count` times `bytes`, aligned as allocations are.
   static std::optional<std::size_t> after(std::size_t begin, std::size_t count, std::size_t bytes) {
     auto const end = multiply_add(count, bytes, begin);
     return end ? multiply_add(1, aligned_up(*end, 256), 0) : end;
   }
 
-  static std::string check(PoolOptions const& options) {
+  static std::string check(PoolOptions const& options, ModelShape const& shape) {
     std::string const most = std::to_string(most_pool_slots);
     if (options.max_slots < 1 || options.max_slots > most_pool_slots) {
       return "max_slots is " + std::to_string(options.max_slots) + ", not in [1, " + most + "]";
@@ -102,6 +126,9 @@ struct PoolMemory {
     }
     if (options.pinned < 0 || options.pinned > options.max_slots) {
       return "pinned is " + std::to_string(options.pinned) + ", not in [0, max_slots]";
+    }
+    if (options.expert_bytes > 0 && shape.moe().num_experts == 0) {
+      return "expert_bytes is " + std::to_string(options.expert_bytes) + ", but the model has no experts";
     }
     return {};
   }

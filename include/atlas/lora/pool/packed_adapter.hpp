@@ -17,14 +17,16 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/pool/outline.hpp"
 #include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/pack_check.hpp"
 #include "atlas/lora/pool/pinned_arena.hpp"
 #include "atlas/lora/status.hpp"
 
 namespace atlas::lora::inline v0 {
 
-/// An audited adapter converted to element type T and packed for one model. Immutable and move-only; may be
-/// read by several threads.
+/// An audited adapter, its experts and routers too, converted to element type T and packed for one model.
+/// Immutable and move-only; may be read by several threads.
 template <Element T>
 class PackedAdapter {
  public:
@@ -38,16 +40,17 @@ class PackedAdapter {
     packed.blocks_ = std::move(blocks);
     packed.model_ = shape.fingerprint();
     std::vector<T> staging;
-    auto place = packed.outline_.pairs.begin();
-    for (AdapterPair const& pair : adapter.pairs) {
-      if (pair.rank == 0) continue;
-      staging.resize(std::max(staging.size(), place->extent.elements()));
-      auto const counts = detail::pack_pair<T>(pair, shape.module(pair.site), std::span<T>(staging), policy);
+    auto const done = detail::for_each_pair(packed.outline_, [&](auto const& pair) -> Result<void> {
+      std::size_t const elements = pair.extent.elements();
+      staging.resize(std::max(staging.size(), elements));
+      auto const counts = detail::pack_pair<T>(detail::source_of(adapter, pair),
+                                               detail::linear_of(pair, shape), std::span<T>(staging), policy);
       if (!counts) return cuda::std::unexpected<Error>(counts.error());
       detail::add_counts(packed.counts_, *counts);
-      packed.blocks_.write(place->offset, staging.data(), place->extent.elements() * sizeof(T));
-      ++place;
-    }
+      packed.blocks_.write(pair.offset, staging.data(), elements * sizeof(T));
+      return {};
+    });
+    if (!done) return cuda::std::unexpected<Error>(done.error());
     return packed;
   }
 
@@ -71,33 +74,49 @@ class PackedAdapter {
 
 namespace detail {
 
-/// What an adapter is once packed, if a pool for `shape` can hold it. Errors: those of `check_adapter`.
+/// What an adapter is once packed, if a pool for `shape` can hold it. `experts`: the pool has memory for
+/// experts and routers. Errors: those of `check_adapter`.
 template <Element T>
 [[nodiscard]] Result<PackedOutline> checked_outline(std::string_view name, Adapter const& adapter,
                                                     ModelShape const& shape, std::int32_t max_rank,
-                                                    bool biases, PackOptions const& options) {
-  auto const checked = check_adapter(name, adapter, shape, max_rank, biases, options.leave_out_unserved);
+                                                    bool biases, bool experts, PackOptions const& options) {
+  auto const checked =
+      check_adapter(name, adapter, shape, max_rank, biases, options.leave_out_unserved, experts);
   if (!checked) return cuda::std::unexpected<Error>(checked.error());
-  return outline_of(adapter, shape, sizeof(T), options);
+  return outline_of(adapter, shape, sizeof(T), options, experts);
 }
 
 /// The same of one that is packed. Errors: `shape_mismatch` when it is packed for another model;
-/// `rank_exceeds_pool`; `unsupported` for a bias that the pool has no room for.
+/// `rank_exceeds_pool`; `unsupported` for a bias, or experts and routers, that the pool has no room for.
 template <Element T>
 [[nodiscard]] Result<PackedOutline> checked_outline(std::string_view name, PackedAdapter<T> const& adapter,
                                                     ModelShape const& shape, std::int32_t max_rank,
-                                                    bool biases, PackOptions const&) {
+                                                    bool biases, bool experts, PackOptions const& options) {
   if (adapter.model() != shape.fingerprint()) return cuda::std::unexpected<Error>(other_model(name));
   PackFaults faults(name);
-  for (PackedPair const& pair : adapter.outline().pairs) {
-    Module const& module = shape.module(pair.site);
-    check_room(pair.site, module, pair.rank, max_rank, faults);
+  PackedOutline const& whole = adapter.outline();
+  for (PackedPair const& pair : whole.pairs) {
+    check_room(place_of(pair, shape), pair.rank, max_rank, faults);
     if (pair.extent.bias > 0 && !biases) {
-      faults.add(Errc::unsupported, place_of(pair.site, module) + "the pool was made without biases");
+      faults.add(Errc::unsupported, place_of(pair, shape) + "the pool was made without biases");
     }
   }
+  std::size_t const others = whole.routers.size() + whole.experts.size();
+  bool const leaves_out = !experts && (options.leave_out_unserved || whole.packing.leave_out_unserved);
+  if (experts) {
+    for (PackedRouter const& pair : whole.routers) {
+      check_room(place_of(pair, shape), pair.rank, max_rank, faults);
+    }
+    for (PackedExpert const& pair : whole.experts) {
+      check_room(place_of(pair, shape), pair.rank, max_rank, faults);
+    }
+  } else if (others > 0 && !leaves_out) {
+    faults.add(Errc::unsupported, std::to_string(others) +
+                                      " pairs of experts and routers: the pool was made without memory for "
+                                      "experts");
+  }
   if (auto const fits = faults.outcome(); !fits) return cuda::std::unexpected<Error>(fits.error());
-  return adapter.outline();
+  return leaves_out && others > 0 ? without_experts(whole) : whole;
 }
 
 }  // namespace detail

@@ -20,6 +20,8 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/expert_layout.hpp"
+#include "atlas/lora/pool/expert_memory.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
@@ -29,6 +31,7 @@
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/expert_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -40,8 +43,9 @@ struct Staged {
   ConversionCounts counts;     ///< zero where the same content was there already
 };
 
-/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites, and the
-/// bytes that they speak of lie in one of `max_slots + spare` physical slots.
+/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites and routers
+/// and the indexes of all experts; the bytes that they speak of lie in one of `max_slots + spare` physical
+/// slots, those of routers and experts in memory that all adapters share (`PoolOptions::expert_bytes`).
 ///
 /// An engine encloses each step in `begin_step(stream)` and `end_step(stream)`, takes a lease for each
 /// request before its rows name the slot, and releases it when no later step will. `load` may be called from
@@ -51,7 +55,8 @@ struct Staged {
 /// Every function may be called from any thread; one stream's steps come from one thread at a time, and no
 /// stream of the pool starts to be captured while `begin_step` runs for another one.
 ///
-/// When a call fails, what was there before is still there, whole.
+/// When a call fails, what was there before is still there, whole; except that a load whose experts need the
+/// memory of idle adapters evicts them before it packs, and may fail after that.
 template <Element T, Backend B, VictimPolicy V = LruIdle>
 class AdapterPool {
  public:
@@ -83,15 +88,16 @@ class AdapterPool {
   /// idle one; an adapter that has to give way leaves now. Two loads pack at one time and further ones wait;
   /// nothing else waits for them. The same content under the same name is not loaded again. The host waits
   /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter` and `convert` say of
-  /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full` and
-  /// `spare_busy`; `out_of_memory` when all pinned slots are taken; the backend's.
+  /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full`,
+  /// `spare_busy` and `expert_memory_busy`; `out_of_memory` when all pinned slots are taken, or when its
+  /// experts can never fit; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
     return load_any(name, adapter, options);
   }
 
-  /// The same of an adapter that is packed already, as `HostTier` keeps them: the device copies it, and
-  /// nothing is converted. Who calls holds it until the call returns.
+  /// The same of an adapter that is packed already, as `HostTier` keeps them: the device copies it, experts
+  /// and routers too, and nothing is converted. Who calls holds it until the call returns.
   [[nodiscard]] Result<Staged> load(std::string_view name, PackedAdapter<T> const& adapter,
                                     StageOptions const& options = {}) {
     return load_any(name, adapter, options);
@@ -184,6 +190,37 @@ class AdapterPool {
     return table(shape().find(layer, module), layer, std::string(module));
   }
 
+  /// The table of one linear of the experts of `layer`, for the pool's life. In a pool without memory for
+  /// experts it adapts nothing. Error: `not_found` when the layer has no experts.
+  [[nodiscard]] Result<ExpertTable<T>> expert(std::int32_t layer, ExpertLinear linear) const {
+    MoeShape const& moe = shape().moe();
+    auto const index = moe.find(layer);
+    if (!index) return no_experts(layer);
+    Module const widths = moe.linear(*index, linear);
+    return ExpertTable<T>{state_->expert_index(*index),
+                          static_cast<std::int64_t>(state_->memory.record_bytes),
+                          max_slots(),
+                          moe.num_experts,
+                          static_cast<std::int32_t>(expert_linears),
+                          static_cast<std::int32_t>(linear),
+                          layout().max_rank(),
+                          widths.k_in,
+                          widths.n_out};
+  }
+  /// The table of the router of `layer`, likewise: a linear from the hidden state to the experts' logits, to
+  /// be added before the top-k.
+  [[nodiscard]] Result<RouteTable<T>> router(std::int32_t layer) const {
+    MoeShape const& moe = shape().moe();
+    auto const index = moe.find(layer);
+    if (!index) return no_experts(layer);
+    return RouteTable<T>{state_->router(*index),
+                         static_cast<std::int64_t>(state_->memory.record_bytes),
+                         max_slots(),
+                         layout().max_rank(),
+                         moe.hidden,
+                         moe.num_experts};
+  }
+
   /// The key that `name` finds. Error: `not_found` when it is not published. While other content for its slot
   /// is staged, acquiring it is `slot_busy`.
   [[nodiscard]] Result<SlotKey> find(std::string_view name) const {
@@ -251,6 +288,10 @@ class AdapterPool {
     return fail(Errc::not_found, detail::SlotLedger::quoted(name) + ": not in the pool");
   }
 
+  static cuda::std::unexpected<Error> no_experts(std::int32_t layer) {
+    return fail(Errc::not_found, "layer " + std::to_string(layer) + " of the model has no experts");
+  }
+
   SlotKey key_of(std::string_view name) const {
     std::int32_t const slot = ledger().published(name);
     return slot == base_slot ? SlotKey{} : SlotKey{slot, ledger().at(slot).tenant->tenancy};
@@ -296,14 +337,16 @@ class AdapterPool {
       return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
                                               " bytes without control bytes needed");
     }
-    auto const checked = detail::checked_outline<T>(name, adapter, shape(), layout().max_rank(),
-                                                    state_->options.biases, options.packing);
+    auto const checked =
+        detail::checked_outline<T>(name, adapter, shape(), layout().max_rank(), state_->options.biases,
+                                   state_->serves_experts(), options.packing);
     if (!checked) return forward_error(checked);
     PackedOutline const& outline = *checked;
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
     if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
     std::int32_t place = 0;
+    std::vector<std::size_t> blocks;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
       if (auto const present = hit(name, outline.digest, options.pinned)) return *present;
@@ -314,9 +357,14 @@ class AdapterPool {
         return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
       }
       place = *spare;
+      if (auto const reserved = reserve(name, place, outline); !reserved) {
+        ledger().give_back_place(place);
+        return forward_error(reserved);
+      }
+      blocks = ledger().expert_blocks(place);
       ++ledger().loading;
     }
-    auto const counts = state_->pack(**lane, place, adapter, outline, options);
+    auto const counts = state_->pack(**lane, place, blocks, adapter, outline, options);
     bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     --ledger().loading;
@@ -370,6 +418,12 @@ class AdapterPool {
       return fail(Errc::capturing, "a step neither begins nor ends while its stream is captured");
     }
     return {};
+  }
+
+  // Memory for the experts of what is loaded into `place`.
+  Result<void> reserve(std::string_view name, std::int32_t place, PackedOutline const& outline) {
+    auto const sizes = detail::expert_block_sizes(outline, shape(), sizeof(T));
+    return detail::reserve_experts(ledger(), name, place, sizes, victim_);
   }
 
   // The slot for `name`, as things stand now.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <stop_token>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/adapter/convert.hpp"
@@ -20,14 +22,18 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/expert_arena.hpp"
+#include "atlas/lora/pool/expert_pack.hpp"
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/pool/memory.hpp"
+#include "atlas/lora/pool/outline.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/steps.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/expert_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -46,7 +52,12 @@ class PoolState {
         options(pool_options),
         memory(std::move(pool_memory)),
         backend(std::move(pool_backend)),
-        ledger(SlotLedger::create(options.max_slots, options.pinned, options.max_slots + options.spare)) {}
+        ledger(SlotLedger::create(options.max_slots, options.pinned, options.max_slots + options.spare)) {
+    if (serves_experts()) ledger->experts = ExpertArena(options.expert_bytes, memory.largest_expert_block);
+  }
+
+  /// Whether experts and routers are served.
+  [[nodiscard]] bool serves_experts() const noexcept { return options.expert_bytes > 0; }
 
   PoolState(PoolState const&) = delete;
   PoolState& operator=(PoolState const&) = delete;
@@ -74,51 +85,56 @@ class PoolState {
 
   /// The cells of `slot` in device memory, `[sites]`.
   [[nodiscard]] RouteCell<T>* record(std::size_t slot) const noexcept {
-    return reinterpret_cast<RouteCell<T>*>(device_ + memory.records_offset + slot * memory.record_bytes);
+    return reinterpret_cast<RouteCell<T>*>(record_bytes_at(slot));
   }
 
-  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes. Returns
-  /// when the device has them. On failure the place's content is arbitrary, and copies may still go there.
-  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place, Adapter const& adapter,
+  /// Slot 0's cell of the router of the `layer`-th layer with experts, and its index of that layer; null in a
+  /// pool that does not serve experts.
+  [[nodiscard]] RouteCell<T>* router(std::size_t layer) const noexcept {
+    if (!serves_experts()) return nullptr;
+    return reinterpret_cast<RouteCell<T>*>(record_bytes_at(0) + memory.routers_in_record) + layer;
+  }
+  [[nodiscard]] ExpertIndex<T>* expert_index(std::size_t layer) const noexcept {
+    if (!serves_experts()) return nullptr;
+    return reinterpret_cast<ExpertIndex<T>*>(record_bytes_at(0) + memory.indexes_in_record +
+                                             layer * memory.expert_index_stride);
+  }
+
+  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes; and
+  /// `blocks` of the memory for experts. Returns when the device has them. On failure the content of both is
+  /// arbitrary, and copies may still go there.
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
+                                              std::span<std::size_t const> blocks, Adapter const& adapter,
                                               PackedOutline const& outline, StageOptions const& how) {
     ConversionCounts counts;
-    if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
-    std::span<std::byte> const staging(pinned_ + memory.staging_offset + lane.index * memory.staging_stride,
-                                       memory.layout.largest_site_bytes());
-    auto packed = outline.pairs.begin();
-    for (AdapterPair const& pair : adapter.pairs) {
-      if (pair.rank == 0) continue;
-      if (auto const on = go_on(pair.site, how.stop); !on) return cuda::std::unexpected<Error>(on.error());
-      if (auto const ready = drain(lane); !ready) return cuda::std::unexpected<Error>(ready.error());
-      auto const converted =
-          pack_pair<T>(pair, shape.module(pair.site),
-                       std::span<T>(reinterpret_cast<T*>(staging.data()), staging.size() / sizeof(T)),
-                       how.packing.conversion);
-      if (!converted) return converted;
-      add_counts(counts, *converted);
-      auto const sent =
-          send(lane, place, *packed++, [&](std::size_t offset, std::size_t bytes, auto const& body) {
-            return body(staging.data() + offset, bytes);
+    auto const from = reinterpret_cast<std::byte const*>(staging(lane).data());
+    auto const written =
+        write_place(lane, place, blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
+          if (auto ready = drain(lane); !ready) return ready;
+          auto const converted = pack_pair<T>(source_of(adapter, pair), linear_of(pair, shape), staging(lane),
+                                              how.packing.conversion);
+          if (!converted) return Result<void>(cuda::std::unexpected<Error>(converted.error()));
+          add_counts(counts, *converted);
+          return send([&](std::size_t offset, std::size_t bytes, auto const& body) {
+            return body(from + offset, bytes);
           });
-      if (!sent) return cuda::std::unexpected<Error>(sent.error());
-    }
-    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
+        });
+    if (!written) return cuda::std::unexpected<Error>(written.error());
     return counts;
   }
 
   /// The same from an adapter that is packed already: copies by the device alone.
   [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
+                                              std::span<std::size_t const> blocks,
                                               PackedAdapter<T> const& adapter, PackedOutline const& outline,
                                               StageOptions const& how) {
-    if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
-    for (PackedPair const& pair : outline.pairs) {
-      if (auto const on = go_on(pair.site, how.stop); !on) return cuda::std::unexpected<Error>(on.error());
-      auto const sent = send(lane, place, pair, [&](std::size_t offset, std::size_t bytes, auto const& body) {
-        return adapter.blocks().for_each_piece(pair.offset + offset, bytes, body);
-      });
-      if (!sent) return cuda::std::unexpected<Error>(sent.error());
-    }
-    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
+    auto const written =
+        write_place(lane, place, blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
+          return send([&](std::size_t offset, std::size_t bytes, auto const& body) {
+            return adapter.blocks().for_each_piece(pair.offset + offset, bytes, body);
+          });
+        });
+    if (!written) return cuda::std::unexpected<Error>(written.error());
     return adapter.counts();
   }
 
@@ -135,21 +151,18 @@ class PoolState {
     return {};
   }
 
-  /// Writes the image of `slot`'s record: a cell for every site, null where the adapter has no pair. Nothing
-  /// may be reading the image. The ledger's mutex is held.
-  void write_image(std::int32_t slot, std::int32_t place, PackedOutline const& outline) noexcept {
-    std::span<RouteCell<T>> const cells(image(static_cast<std::size_t>(slot)), memory.layout.sites());
-    std::fill(cells.begin(), cells.end(), RouteCell<T>{});
-    for (PackedPair const& pair : outline.pairs) {
-      std::size_t const site = *shape.find(pair.site);
-      cells[site] = RouteCell<T>{a_at(place, site),
-                                 b_at(place, site),
-                                 pair.extent.bias > 0 ? bias_at(place, site) : nullptr,
-                                 pair.scale,
-                                 pair.rank,
-                                 padded_rank(pair.rank),
-                                 0};
-    }
+  /// Writes the image of `slot`'s record: a cell for every site and router, null where the adapter has no
+  /// pair, and the indexes of its experts. Nothing may be reading the image. The ledger's mutex is held.
+  void write_image(std::int32_t slot, std::int32_t place, PackedOutline const& outline) {
+    std::byte* const whole = pinned_ + static_cast<std::size_t>(slot) * memory.record_bytes;
+    std::fill_n(whole, memory.record_bytes, std::byte{0});
+    auto* const cells = image(static_cast<std::size_t>(slot));
+    for (PackedPair const& pair : outline.pairs) cells[*shape.find(pair.site)] = cell(place, pair);
+    std::vector<std::size_t> const& blocks = ledger->expert_blocks(place);
+    if (blocks.empty()) return;
+    PlacedExperts<T>(outline, shape, device_ + memory.experts_offset, blocks)
+        .write_image(reinterpret_cast<RouteCell<T>*>(whole + memory.routers_in_record),
+                     whole + memory.indexes_in_record, memory.expert_index_stride);
   }
 
   /// Publishes everything staged, and blanks the records of slots whose tenant has gone, on stream `index`,
@@ -218,6 +231,14 @@ class PoolState {
   LoadLanes<B> lanes;
 
  private:
+  [[nodiscard]] std::byte* record_bytes_at(std::size_t slot) const noexcept {
+    return device_ + memory.records_offset + slot * memory.record_bytes;
+  }
+  [[nodiscard]] std::span<T> staging(Lane const& lane) const noexcept {
+    return {reinterpret_cast<T*>(pinned_ + memory.staging_offset + lane.index * memory.staging_stride),
+            memory.staging_stride / sizeof(T)};
+  }
+
   [[nodiscard]] RouteCell<T>* image(std::size_t slot) const noexcept {
     return reinterpret_cast<RouteCell<T>*>(pinned_ + slot * memory.record_bytes);
   }
@@ -243,29 +264,71 @@ class PoolState {
     return backend.fill(biases_at(place), std::byte{0}, memory.bias_stride, *lane.stream);
   }
 
-  // Whether a load may go on to a pair.
-  Result<void> go_on(Site site, std::stop_token const& stop) const {
-    if (!stop.stop_requested()) return {};
-    return fail(Errc::cancelled, "layer " + std::to_string(site.layer) + " '" + shape.module(site).name +
-                                     "': cancelled before it was packed");
+  // Where A, B and bias of a pair lie in a place.
+  [[nodiscard]] RouteCell<T> cell(std::int32_t place, PackedPair const& pair) const noexcept {
+    std::size_t const site = *shape.find(pair.site);
+    return {a_at(place, site),
+            b_at(place, site),
+            pair.extent.bias > 0 ? bias_at(place, site) : nullptr,
+            pair.scale,
+            pair.rank,
+            padded_rank(pair.rank),
+            0};
   }
 
-  // Enqueues the copies of a pair, whose bytes `source(offset, bytes, body)` shows to `body` piece by piece.
-  template <class Source>
-  Result<void> send(Lane const& lane, std::int32_t place, PackedPair const& pair, Source const& source) {
-    std::size_t const site = *shape.find(pair.site);
-    std::size_t offset = 0;
-    auto const copy = [&](T* to, std::size_t elements) {
-      auto* target = reinterpret_cast<std::byte*>(to);
-      std::size_t const begin = std::exchange(offset, offset + elements * sizeof(T));
-      return source(begin, elements * sizeof(T), [&](std::byte const* from, std::size_t bytes) {
-        return backend.copy(std::exchange(target, target + bytes), from, bytes, *lane.stream);
+  // Fills a place and its blocks, and waits for the device. `put(pair, send)` calls `send(source)` with what
+  // shows a pair's bytes piece by piece: `source(offset, bytes, body)`.
+  template <class Put>
+  Result<void> write_place(Lane const& lane, std::int32_t place, std::span<std::size_t const> blocks,
+                           PackedOutline const& outline, std::stop_token const& stop, Put const& put) {
+    if (auto zeroed = zero(lane, place); !zeroed) return zeroed;
+    PlacedExperts<T> const placed(outline, shape, device_ + memory.experts_offset, blocks);
+    auto const put_one = [&](auto const& pair) -> Result<void> {
+      if (stop.stop_requested()) {
+        return fail(Errc::cancelled, place_of(pair, shape) + "cancelled before it was packed");
+      }
+      return put(pair, [&](auto const& source) -> Result<void> {
+        if constexpr (requires { pair.site; }) {
+          return send(lane, cell(place, pair), pair.extent, source);
+        } else {
+          RouteCell<T> const target = placed.cell(pair);
+          auto sent = send(lane, target, pair.extent, source);
+          std::size_t const tail = placed.tail_bytes(pair);
+          if (!sent || tail == 0) return sent;
+          return backend.fill(const_cast<T*>(target.a) + pair.extent.a, std::byte{0}, tail, *lane.stream);
+        }
       });
     };
-    auto sent = copy(a_at(place, site), pair.extent.a);
-    if (sent) sent = copy(b_at(place, site), pair.extent.b);
-    if (sent && pair.extent.bias > 0) sent = copy(bias_at(place, site), pair.extent.bias);
-    return sent;
+    if (auto put_all = for_each_pair(outline, put_one); !put_all) return put_all;
+    auto sent = placed.send_cells(
+        reinterpret_cast<std::byte*>(staging(lane).data()), [&] { return drain(lane); },
+        [&](void* to, void const* from, std::size_t bytes) {
+          return backend.copy(to, from, bytes, *lane.stream);
+        });
+    return sent ? drain(lane) : sent;
+  }
+
+  // Enqueues the copies of a pair to where its cell says; parts that are neighbours there go together, as
+  // they are neighbours in the source.
+  template <class Source>
+  Result<void> send(Lane const& lane, RouteCell<T> const& cell, PackedExtent const& extent,
+                    Source const& source) {
+    std::array<std::pair<T const*, std::size_t>, 3> const parts{
+        {{cell.a, extent.a}, {cell.b, extent.b}, {cell.bias, extent.bias}}};
+    std::size_t offset = 0;
+    for (std::size_t i = 0; i < parts.size();) {
+      auto [to, elements] = parts[i++];
+      if (elements == 0) continue;
+      while (i < parts.size() && parts[i].first == to + elements) elements += parts[i++].second;
+      auto* target = reinterpret_cast<std::byte*>(const_cast<T*>(to));
+      std::size_t const bytes = elements * sizeof(T);
+      auto sent = source(offset, bytes, [&](std::byte const* from, std::size_t piece) {
+        return backend.copy(std::exchange(target, target + piece), from, piece, *lane.stream);
+      });
+      if (!sent) return sent;
+      offset += bytes;
+    }
+    return {};
   }
 
   std::byte* device_ = nullptr;

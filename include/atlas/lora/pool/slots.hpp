@@ -18,6 +18,7 @@
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/pool/expert_arena.hpp"
 #include "atlas/lora/pool/identity.hpp"
 #include "atlas/lora/pool/lease.hpp"
 #include "atlas/lora/pool/lease_gate.hpp"
@@ -51,6 +52,7 @@ class SlotLedger {
   NameRegistry names;
   std::string active;  ///< name of the active adapter; empty for none
   PoolCounters counters;
+  ExpertArena experts;       ///< memory of experts and routers
   std::int32_t loading = 0;  ///< loads that have taken a place and not staged it
 
   // --- what is where
@@ -195,8 +197,28 @@ class SlotLedger {
     free_places_.pop_back();
     return place;
   }
-  void give_back_place(std::int32_t place) { free_places_.push_back(place); }
+  void give_back_place(std::int32_t place) {
+    auto& blocks = expert_blocks_[static_cast<std::size_t>(place)];
+    if (!blocks.empty()) experts.release(std::exchange(blocks, {}));
+    free_places_.push_back(place);
+  }
+  /// The blocks of `experts` that belong to a place, and are given back with it.
+  [[nodiscard]] std::vector<std::size_t> const& expert_blocks(std::int32_t place) const noexcept {
+    return expert_blocks_[static_cast<std::size_t>(place)];
+  }
+  void hold_experts(std::int32_t place, std::vector<std::size_t> blocks) {
+    expert_blocks_[static_cast<std::size_t>(place)] = std::move(blocks);
+  }
   [[nodiscard]] std::size_t free_places() const noexcept { return free_places_.size(); }
+
+  [[nodiscard]] bool is_pinned(std::int32_t slot) const noexcept { return slot < pinned_; }
+
+  /// Takes the adapter of `slot`, which was claimed, out of the pool.
+  void evict(std::int32_t slot) {
+    at(slot).named = false;
+    ++counters.evictions;
+    settle();
+  }
 
   /// Ends the tenancies that lost their name and only waited for readers: their places are spare again.
   void settle() {
@@ -321,7 +343,9 @@ class SlotLedger {
 
  private:
   SlotLedger(std::int32_t max_slots, std::int32_t pinned, std::int32_t places)
-      : slots(static_cast<std::size_t>(max_slots)), pinned_(pinned) {
+      : slots(static_cast<std::size_t>(max_slots)),
+        pinned_(pinned),
+        expert_blocks_(static_cast<std::size_t>(places)) {
     for (std::int32_t place = places; place-- > 0;) free_places_.push_back(place);
   }
 
@@ -370,6 +394,7 @@ class SlotLedger {
 
   std::int32_t pinned_;
   std::vector<std::int32_t> free_places_;
+  std::vector<std::vector<std::size_t>> expert_blocks_;  // by place
   std::atomic<std::uint64_t> tick_{0};
   std::atomic<std::uint64_t> steps_begun_{0};
   std::uint64_t tenancies_ = 0;
