@@ -12,6 +12,7 @@
 #include <doctest/doctest.h>
 
 #include "atlas/lora/model/families.hpp"
+#include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/reference/delta.hpp"
 #include "atlas/lora/route/policy.hpp"
 
@@ -89,6 +90,11 @@ TEST_CASE(
   }
   CHECK(left_out ==
         std::set<std::string>{"linear_attn.out_proj", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"});
+  for (ExpertLinear const linear : {ExpertLinear::gate, ExpertLinear::up, ExpertLinear::down}) {
+    MoeShape const moe{1, {0}, 8, 4, {}};
+    CHECK_FALSE(without_ffn.applies(moe.linear(0, linear)));
+    CHECK(without_ffn.applies(moe.router(0)));
+  }
   config.model_type = "phi3";
   left_out.clear();
   auto const fused = model_shape(config);
