@@ -77,6 +77,23 @@ std::vector<std::string> contents(P const& pool) {
   return all;
 }
 
+// Whether A's rows from the true rank to the padded one are zero, in all experts and the router.
+template <class P>
+bool tails_are_zero(P const& pool) {
+  auto const is_zero = [](auto const& cell, std::int64_t k_in) {
+    for (std::int64_t i = cell.rank * k_in; i < cell.b_row_stride * k_in; ++i) {
+      if (to_f32(cell.a[i]) != 0.0F) return false;
+    }
+    return true;
+  };
+  bool zero = is_zero(*pool.router(1)->cell(0), pool.router(1)->k_in);
+  for (auto const& [expert, linear] : every_linear()) {
+    auto const table = pool.expert(1, linear);
+    zero = zero && is_zero(table->find(0, expert), table->k_in);
+  }
+  return zero;
+}
+
 }  // namespace
 
 TEST_CASE_TEMPLATE("an adapter with experts comes through the host tier with the bytes of a direct load", T,
@@ -105,6 +122,7 @@ TEST_CASE_TEMPLATE("an adapter with experts comes through the host tier with the
         step(pool);
         CHECK(slot_holds(pool, 0, &adapter));
         CHECK(holds_experts(pool, 0, &adapter));
+        CHECK(tails_are_zero(pool));
         CHECK(contents(pool) == contents(direct));
         CHECK(pool.snapshot().slots[0].bytes == direct.snapshot().slots[0].bytes);
         CHECK(load(pool, "a", adapter).key == staged->key);  // the same content, whichever way it comes
