@@ -287,17 +287,7 @@ class PoolState {
       if (stop.stop_requested()) {
         return fail(Errc::cancelled, place_of(pair, shape) + "cancelled before it was packed");
       }
-      return put(pair, [&](auto const& source) -> Result<void> {
-        if constexpr (requires { pair.site; }) {
-          return send(lane, cell(place, pair), pair.extent, source);
-        } else {
-          RouteCell<T> const target = placed.cell(pair);
-          auto sent = send(lane, target, pair.extent, source);
-          std::size_t const tail = placed.tail_bytes(pair);
-          if (!sent || tail == 0) return sent;
-          return backend.fill(const_cast<T*>(target.a) + pair.extent.a, std::byte{0}, tail, *lane.stream);
-        }
-      });
+      return put(pair, [&](auto const& source) { return send_pair(lane, place, placed, pair, source); });
     };
     if (auto put_all = for_each_pair(outline, put_one); !put_all) return put_all;
     auto sent = placed.send_cells(
@@ -306,6 +296,22 @@ class PoolState {
           return backend.copy(to, from, bytes, *lane.stream);
         });
     return sent ? drain(lane) : sent;
+  }
+
+  // Enqueues what makes a pair's part of a place or of its block the pair's.
+  template <class Source>
+  Result<void> send_pair(Lane const& lane, std::int32_t place, PlacedExperts<T> const&,
+                         PackedPair const& pair, Source const& source) {
+    return send(lane, cell(place, pair), pair.extent, source);  // the place is zero
+  }
+  template <class Packed, class Source>
+  Result<void> send_pair(Lane const& lane, std::int32_t, PlacedExperts<T> const& placed, Packed const& pair,
+                         Source const& source) {
+    RouteCell<T> const target = placed.cell(pair);
+    auto sent = send(lane, target, pair.extent, source);
+    std::size_t const tail = placed.tail_bytes(pair);
+    if (!sent || tail == 0) return sent;
+    return backend.fill(const_cast<T*>(target.a) + pair.extent.a, std::byte{0}, tail, *lane.stream);
   }
 
   // Enqueues the copies of a pair to where its cell says; parts that are neighbours there go together, as
