@@ -51,7 +51,7 @@ class Engine {
   void place(std::string const& name, atlas::lora::Adapter const& adapter) {
     std::string const tenant = name + "." + std::to_string(++loads_);
     atlas::lora::StageOptions options;
-    options.leave_out_unserved = true;
+    options.packing.leave_out_unserved = true;
     expect(pool_->load(tenant, adapter, options));
     expect(pool_->begin_step(device_.stream()));
     expect(pool_->end_step(device_.stream()));

@@ -31,6 +31,7 @@
 
 #include "atlas/lora/route/expert_plan.hpp"
 #include "atlas/lora/route/expert_rows.hpp"
+#include "atlas/lora/route/levers.hpp"
 #include "atlas/lora/route/policy.hpp"
 #include "atlas/lora/route/row_map.hpp"
 #include "atlas/lora/route/row_plan.hpp"

@@ -8,7 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -16,101 +19,12 @@
 
 #include <doctest/doctest.h>
 
+#include "moe_pool.hpp"
 #include "tiny_pool.hpp"
 
 namespace {
 
 using namespace atlas_test;
-
-/// Two layers with a linear q; layer 1 has four experts, hidden 10, intermediate 6.
-ModelShape moe_shape() {
-  ModelDescription d;
-  d.num_layers = 2;
-  d.modules = {{"q", 6, 10, {0, 1}, {}}};
-  d.moe = {4, {1}, 10, 6, {}};
-  auto shape = ModelShape::create(d);
-  REQUIRE(shape.has_value());
-  return *shape;
-}
-
-/// Content `content` for q of layer 0, the router, and the given linears of experts, of rank `rank`.
-Adapter moe_adapter(std::uint32_t content, std::int32_t rank,
-                    std::vector<std::pair<std::int32_t, ExpertLinear>> const& experts, bool router = true,
-                    bool bias = false) {
-  ModelShape const shape = moe_shape();
-  Adapter adapter = tiny_adapter(shape, content, rank, {0});
-  Module const gate = shape.moe().router(0);
-  if (router) {
-    adapter.routers.push_back({1, rank, static_cast<float>(content), tensor(content, 7, 0, {rank, gate.k_in}),
-                               tensor(content, 7, 1, {gate.n_out, rank}), std::nullopt});
-  }
-  for (auto const& [expert, linear] : experts) {
-    Module const module = shape.moe().linear(0, linear);
-    auto const site = static_cast<std::size_t>(8 + expert * 3) + static_cast<std::size_t>(linear);
-    ExpertPair pair{1,
-                    expert,
-                    linear,
-                    rank,
-                    static_cast<float>(content),
-                    tensor(content, site, 0, {rank, module.k_in}),
-                    tensor(content, site, 1, {module.n_out, rank}),
-                    {}};
-    if (bias) pair.bias = tensor(content, site, 2, {module.n_out});
-    adapter.experts.push_back(std::move(pair));
-  }
-  return adapter;
-}
-
-std::vector<std::pair<std::int32_t, ExpertLinear>> every_linear() {
-  std::vector<std::pair<std::int32_t, ExpertLinear>> all;
-  for (std::int32_t expert = 0; expert < 4; ++expert) {
-    for (ExpertLinear const linear : {ExpertLinear::gate, ExpertLinear::up, ExpertLinear::down}) {
-      all.emplace_back(expert, linear);
-    }
-  }
-  return all;
-}
-
-/// Whether a pair stands for the same content as an adapter's linear.
-template <Element T, class Pair>
-bool holds_pair(RouteCell<T> const& cell, Pair const* pair, Module const& module) {
-  if (pair == nullptr) return holds<T>(cell, nullptr, module);
-  AdapterPair const linear{{}, pair->rank, pair->scale, pair->a, pair->b, pair->bias};
-  return holds<T>(cell, &linear, module);
-}
-
-/// Whether a slot holds exactly the experts and routers of an adapter (null: none).
-template <class P>
-bool holds_experts(P const& pool, std::int32_t slot, Adapter const* adapter) {
-  MoeShape const& moe = pool.shape().moe();
-  RouterPair const* const router =
-      adapter != nullptr && !adapter->routers.empty() ? &adapter->routers[0] : nullptr;
-  if (!holds_pair(*pool.router(1)->cell(slot), router, moe.router(0))) return false;
-  for (auto const& [expert, linear] : every_linear()) {
-    ExpertPair const* pair = nullptr;
-    for (std::size_t i = 0; adapter != nullptr && i < adapter->experts.size(); ++i) {
-      ExpertPair const& own = adapter->experts[i];
-      if (own.expert == expert && own.linear == linear) pair = &own;
-    }
-    auto const table = pool.expert(1, linear);
-    REQUIRE(table.has_value());
-    if (!holds_pair(table->find(slot, expert), pair, moe.linear(0, linear))) return false;
-  }
-  return true;
-}
-
-using MoePool = AdapterPool<float, ScriptedBackend>;
-
-MoePool make_moe_pool(std::int32_t slots, std::size_t expert_bytes, ScriptedBackend const& backend = {}) {
-  auto pool = MoePool::create(
-      moe_shape(), {.max_slots = slots, .spare = 2, .max_rank = 8, .expert_bytes = expert_bytes}, backend);
-  REQUIRE(pool.has_value());
-  return *std::move(pool);
-}
-
-std::size_t needed(Adapter const& adapter) { return expert_bytes_needed(adapter, moe_shape(), 8, 4); }
-
-}  // namespace
 
 TEST_CASE("a slot's record finds the experts and the router that its adapter has, and no others") {
   MoePool pool = make_moe_pool(2, 1 << 20);
@@ -163,12 +77,7 @@ TEST_CASE("A begins a block, and B comes behind A's rows at the padded rank") {
 
 TEST_CASE("gate and up of a fused parameter keep one A, and a pair that only says so is refused") {
   MoePool pool = make_moe_pool(1, 1 << 20);
-  Adapter fused = moe_adapter(3, 5, every_linear());
-  for (std::size_t i = 0; i < fused.experts.size(); ++i) {
-    if (fused.experts[i].linear != ExpertLinear::up) continue;
-    fused.experts[i].a = fused.experts[i - 1].a;
-    fused.experts[i].shares_a = true;
-  }
+  Adapter const fused = atlas_test::fused(moe_adapter(3, 5, every_linear()));
   load(pool, "a", fused);
   step(pool);
   CHECK(holds_experts(pool, 0, &fused));
@@ -181,11 +90,12 @@ TEST_CASE("gate and up of a fused parameter keep one A, and a pair that only say
   Adapter apart = fused;
   for (ExpertPair& pair : apart.experts) pair.shares_a = false;
   // Four experts' A of 5 * 10 elements, and at the padded rank 8 * 10, of 4 bytes.
-  CHECK(detail::packed_bytes(apart, pool.shape(), 4, true) - pool.snapshot().slots[0].bytes ==
+  CHECK(detail::outline_of(apart, pool.shape(), 4, {}, true).bytes - pool.snapshot().slots[0].bytes ==
         std::size_t{4} * 5 * 10 * 4);
   auto const bytes = [&](Adapter const& adapter) {
     std::size_t sum = 0;
-    for (std::size_t const size : detail::expert_block_sizes(adapter, pool.shape().moe(), 4)) sum += size;
+    PackedOutline const outline = detail::outline_of(adapter, pool.shape(), 4, {}, true);
+    for (std::size_t const size : detail::expert_block_sizes(outline, pool.shape(), 4)) sum += size;
     return sum;
   };
   CHECK(bytes(apart) - bytes(fused) == std::size_t{4} * 8 * 10 * 4);
@@ -244,11 +154,11 @@ TEST_CASE("a pool without memory for experts refuses them, or leaves them out wh
   REQUIRE_FALSE(refused.has_value());
   CHECK(refused.error().code == Errc::unsupported);
   CHECK(refused.error().message.find("without memory for experts") != std::string::npos);
-  load(pool, "a", adapter, {.leave_out_unserved = true});
+  load(pool, "a", adapter, {.packing = {.leave_out_unserved = true}});
   step(pool);
   CHECK(pool.expert(1, ExpertLinear::up)->index == nullptr);
   CHECK(pool.router(1)->cells == nullptr);
-  CHECK(pool.snapshot().slots[0].bytes == detail::packed_bytes(adapter, pool.shape(), 4));
+  CHECK(pool.snapshot().slots[0].bytes == detail::outline_of(adapter, pool.shape(), 4, {}, false).bytes);
 }
 
 TEST_CASE("experts count among an adapter's bytes and ranks") {
@@ -412,3 +322,74 @@ TEST_CASE("memory for experts on a model without them is refused, and is part of
   // were 2 * 48; both round up: 352 to 512 and 192 to 256. Then 1000 rounded up to 1024.
   CHECK(with->device_bytes - without->device_bytes == 512 - 256 + 1024);
 }
+
+// A victim policy that lets the test act between its choice of an idle slot and what the pool makes of it, as
+// another thread may.
+struct Interrupted {
+  std::function<void(std::uint32_t)>* on_idle;
+  std::optional<std::uint32_t> operator()(std::span<SlotView const> views) const noexcept {
+    auto const chosen = LruIdle{}(views);
+    if (chosen && views[*chosen].idle && *on_idle) (*on_idle)(*chosen);
+    return chosen;
+  }
+};
+using InterruptedPool = AdapterPool<float, HostBackend, Interrupted>;
+
+TEST_CASE(
+    "an adapter that is leased at the moment of its choice does not give way to experts; the next does") {
+  Adapter const one = moe_adapter(1, 8, every_linear()), two = moe_adapter(2, 8, every_linear()),
+                three = moe_adapter(3, 8, every_linear());
+  std::function<void(std::uint32_t)> on_idle;
+  auto pool = *InterruptedPool::create(
+      moe_shape(),
+      {.max_slots = 4, .spare = 2, .max_rank = 8, .expert_bytes = std::size_t{4} * 8 * 768},  // for two
+      HostBackend{}, Interrupted{&on_idle});
+  load(pool, "one", one);
+  load(pool, "two", two);
+  step(pool);
+  SlotKey const key = *pool.find("one");
+  std::vector<Lease> leases;
+  on_idle = [&](std::uint32_t slot) {
+    if (slot == static_cast<std::uint32_t>(key.slot) && leases.empty()) leases.push_back(*pool.acquire(key));
+  };
+  load(pool, "three", three);
+  step(pool);
+  REQUIRE(leases.size() == 1);
+  CHECK(holds_experts(pool, leases[0].slot(), &one));
+  CHECK(code(pool.acquire("two")) == Errc::not_found);
+  CHECK(holds_experts(pool, acquire(pool, "three").slot(), &three));
+}
+
+TEST_CASE(
+    "adapters that were chosen to give way can be leased again when their experts' memory is not enough") {
+  // Three slabs: of 512 bytes for routers and gates, of 768 for cells and what has biases, of 256 for the up
+  // that shares its gate's A. The large one needs 13 blocks of 768: where two stays, there are seven.
+  Adapter const one = moe_adapter(1, 8, {{0, ExpertLinear::gate}});
+  Adapter const two = fused(moe_adapter(2, 8, {{0, ExpertLinear::gate}, {0, ExpertLinear::up}}, false));
+  Adapter const large = moe_adapter(3, 8, every_linear(), true, true);
+  std::function<void(std::uint32_t)> on_idle;
+  auto pool = *InterruptedPool::create(
+      moe_shape(), {.max_slots = 4, .spare = 2, .max_rank = 8, .expert_bytes = std::size_t{3} * 8 * 768},
+      HostBackend{}, Interrupted{&on_idle});
+  load(pool, "one", one);
+  load(pool, "two", two);
+  step(pool);
+  SlotKey const key = *pool.find("two");
+  std::vector<Lease> leases;
+  on_idle = [&](std::uint32_t slot) {
+    if (slot == static_cast<std::uint32_t>(key.slot)) leases.push_back(*pool.acquire(key));
+  };
+  CHECK(code(pool.load("large", large)) == Errc::expert_memory_busy);
+  CHECK(leases.size() == 1);
+  CHECK(holds_experts(pool, acquire(pool, "one").slot(), &one));
+  CHECK(pool.snapshot().counters.evictions == 0);
+  leases.clear();
+  on_idle = nullptr;
+  step(pool);
+  load(pool, "large", large);
+  step(pool);
+  CHECK(code(pool.acquire("two")) == Errc::not_found);
+  CHECK(holds_experts(pool, acquire(pool, "large").slot(), &large));
+}
+
+}  // namespace

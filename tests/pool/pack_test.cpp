@@ -54,7 +54,7 @@ TEST_CASE("a pair is packed as A, then B at its padded rank, then the bias") {
       CHECK(out[9 + n * 8 + j] == (j < 3 ? element(1, 4, 1, n * 3 + j) : 0.0F));
     CHECK(out[9 + 56 + n] == element(1, 4, 2, n));
   }
-  CHECK(detail::packed_bytes(adapter, shape, sizeof(float)) == out.size() * sizeof(float));
+  CHECK(detail::outline_of(adapter, shape, sizeof(float), {}, false).bytes == out.size() * sizeof(float));
 }
 
 struct Fault {
@@ -131,7 +131,7 @@ TEST_CASE("an adapter with parts that a pool does not serve is loaded without th
   Pool pool = make_pool({.max_slots = 1, .max_rank = 16});
   Adapter adapter = tiny_adapter(pool.shape(), 1, 8, {0, 2});
   adapter.experts.push_back({.a = tensor(1, 9, 0, {1}), .b = {}, .bias = {}});
-  load(pool, "a", adapter, {.leave_out_unserved = true});
+  load(pool, "a", adapter, {.packing = {.leave_out_unserved = true}});
   step(pool);
   CHECK(slot_holds(pool, acquire(pool, "a").slot(), &adapter));
 }

@@ -83,6 +83,9 @@ struct Adapter {
   std::int64_t modules_applied = 0;   ///< of those, how many are in the adapter
   std::vector<std::string> warnings;  ///< odd and harmless: alpha 0, a config that disagrees with the file
   Digest digest;
+  /// `ModelShape::fingerprint` of the model that it was audited against: a pool of another one refuses it. 0
+  /// when it was not audited; then its widths alone are compared.
+  std::uint64_t model = 0;
 };
 
 }  // namespace atlas::lora::inline v0

@@ -294,8 +294,9 @@ class Audit {
 
   void check_token_rows(TensorInfo const& tensor, TensorName const& name) {
     for (TokenRows const& rows : config_->trainable_tokens) {
-      if (!ends_in_name(name.path, rows.module) &&
-          !ends_in_name(renamed(name.path, options_.prefix_map), rows.module)) {
+      std::string const in_model = renamed(name.path, options_.prefix_map);
+      if (!ends_in_name(name.path, rows.module) && !ends_in_name(in_model, rows.module) &&
+          !ends_in_name(in_model, renamed(rows.module, options_.prefix_map))) {
         continue;
       }
       if (std::ssize(rows.ids) != tensor.shape[0]) {

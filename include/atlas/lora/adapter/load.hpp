@@ -67,6 +67,7 @@ class AdapterLoader {
     adapter_.modules_applied = std::ssize(parts.pairs);
     warn_of_zero_scales();
     adapter_.digest = digest();
+    adapter_.model = shape_.fingerprint();
     return std::move(adapter_);
   }
 
@@ -79,7 +80,7 @@ class AdapterLoader {
   bool read_config() {
     auto const text = read_text(config_path_, most_config_bytes);
     if (text) {
-      config_ = gather_peft_config(*text, config_path_, options_.base_is_converted, faults_);
+      config_ = gather_peft_config(*text, config_path_, options_, faults_);
     } else {
       faults_.add(text.error());
     }

@@ -125,6 +125,12 @@ struct KeyParts {
   return path;
 }
 
+/// Whether a configuration's name of a module ends in `word`, as the file or the model spells it.
+[[nodiscard]] inline bool names_word(std::string const& name, std::string_view word,
+                                     std::vector<PrefixRename> const& renames) {
+  return ends_in_name(name, word) || ends_in_name(renamed(name, renames), word);
+}
+
 /// Finds the place of a module's path in a model.
 class PathResolver {
  public:

@@ -52,7 +52,8 @@ struct MoeShape {
                   down ? hidden : inner,
                   down ? inner : hidden,
                   {layers[index]},
-                  {}};
+                  {},
+                  true};
   }
   /// The router of `layers[index]` as a module.
   [[nodiscard]] Module router(std::size_t index) const {
@@ -86,6 +87,7 @@ class ModelShape {
     ModelShape shape;
     shape.description_ = std::move(description);
     shape.index_sites();
+    shape.fingerprint_ = hash(shape.description_);
     return shape;
   }
 
@@ -105,6 +107,11 @@ class ModelShape {
   [[nodiscard]] std::int64_t vocab() const noexcept { return description_.vocab; }
   /// Whether `lm_head` is the embedding.
   [[nodiscard]] bool tied_head() const noexcept { return description_.tied_head; }
+
+  /// A hash of the names, widths and layers of all linears and experts, and of the embedding's: shapes that
+  /// differ in it are different models, and an adapter that was audited against one is not for the other.
+  /// Never 0.
+  [[nodiscard]] std::uint64_t fingerprint() const noexcept { return fingerprint_; }
 
   /// Every place that may have a pair, in packing order: layers ascending, modules in list order within a
   /// layer, model-wide modules last.
@@ -210,6 +217,31 @@ class ModelShape {
     return {};
   }
 
+  static std::uint64_t hash(ModelDescription const& d) noexcept {
+    std::uint64_t hash = 0xcbf29ce484222325U;  // FNV-1a over 64-bit numbers
+    auto const add = [&](auto number) {
+      hash = (hash ^ static_cast<std::uint64_t>(number)) * 0x100000001b3U;
+    };
+    auto const add_all = [&](auto const& numbers) {
+      add(numbers.size());
+      for (auto const number : numbers) add(number);
+    };
+    for (auto const number : {std::int64_t{d.num_layers}, d.hidden, d.vocab, std::int64_t{d.tied_head},
+                              std::int64_t{d.moe.num_experts}, d.moe.hidden, d.moe.intermediate}) {
+      add(number);
+    }
+    add_all(d.moe.layers);
+    add_all(d.moe.layer_intermediate);
+    for (Module const& module : d.modules) {
+      add_all(module.name);
+      add(module.n_out);
+      add(module.k_in);
+      add_all(module.layers);
+      add_all(module.parts);
+    }
+    return hash == 0 ? 1 : hash;
+  }
+
   void index_sites() {
     std::vector<std::vector<std::int32_t>> by_layer(static_cast<std::size_t>(num_layers()) + 1);
     for (std::size_t m = 0; m < description_.modules.size(); ++m) {
@@ -227,6 +259,7 @@ class ModelShape {
   }
 
   ModelDescription description_;
+  std::uint64_t fingerprint_ = hash(description_);
   std::vector<Site> sites_;
   std::vector<std::size_t> layer_begin_{0, 0};  // [num_layers + 2]: where each layer's sites begin in sites_
 };

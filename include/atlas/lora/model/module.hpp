@@ -27,6 +27,9 @@ struct Module {
   /// Rows of each fused part in order (`{q, k, v}`), summing to `n_out`; empty when nothing is fused. Kept
   /// for slicing over devices, which must cut each part by itself.
   std::vector<std::int64_t> parts{};
+  /// Whether the measurement lever `StepLevers::apply_ffn` leaves it out: the feed-forward part's linears
+  /// (gate, up and down, a shared expert's too), and the output of a hybrid's linear attention.
+  bool ffn = false;
 
   friend bool operator==(Module const&, Module const&) = default;
 };

@@ -14,6 +14,7 @@
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/expert_arena.hpp"
 #include "atlas/lora/pool/layout.hpp"
+#include "atlas/lora/pool/outline.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -52,40 +53,41 @@ namespace detail {
   return largest;
 }
 
-/// Bytes of the block of an expert's linear: without A where its gate's serves.
-[[nodiscard]] inline std::size_t expert_block_bytes(ExpertPair const& pair, Module const& module,
-                                                    std::size_t element_bytes) noexcept {
+/// Bytes of the block of a pair: without A where its gate's serves.
+template <class Packed>
+[[nodiscard]] std::size_t expert_block_bytes(Packed const& pair, Module const& module,
+                                             std::size_t element_bytes) noexcept {
   std::size_t const all =
-      expert_pair_bytes(pair.rank, module.k_in, module.n_out, element_bytes, pair.bias.has_value());
-  if (!pair.shares_a) return all;
+      expert_pair_bytes(pair.rank, module.k_in, module.n_out, element_bytes, pair.extent.bias > 0);
+  if (pair.extent.a > 0) return all;
   return all - static_cast<std::size_t>(padded_rank(pair.rank)) * static_cast<std::size_t>(module.k_in) *
                    element_bytes;
 }
 
-/// How many layers `adapter` has experts in.
-[[nodiscard]] inline std::size_t expert_layers(Adapter const& adapter) noexcept {
+/// How many layers an adapter has experts in.
+[[nodiscard]] inline std::size_t expert_layers(PackedOutline const& outline) noexcept {
   std::size_t layers = 0;
-  for (std::size_t i = 0; i < adapter.experts.size(); ++i) {
-    if (i == 0 || adapter.experts[i].layer != adapter.experts[i - 1].layer) ++layers;
+  for (std::size_t i = 0; i < outline.experts.size(); ++i) {
+    if (i == 0 || outline.experts[i].layer != outline.experts[i - 1].layer) ++layers;
   }
   return layers;
 }
 
-/// The bytes of the blocks of a checked adapter: its routers, its experts, and the cells of each layer that
-/// has experts, each in order.
-[[nodiscard]] inline std::vector<std::size_t> expert_block_sizes(Adapter const& adapter, MoeShape const& moe,
+/// The bytes of the blocks of an adapter: its routers, its experts, and the cells of each layer that has
+/// experts, each in order.
+[[nodiscard]] inline std::vector<std::size_t> expert_block_sizes(PackedOutline const& outline,
+                                                                 ModelShape const& shape,
                                                                  std::size_t element_bytes) {
   std::vector<std::size_t> sizes;
-  sizes.reserve(adapter.routers.size() + adapter.experts.size());
-  for (RouterPair const& pair : adapter.routers) {
-    Module const router = moe.router(*moe.find(pair.layer));
-    sizes.push_back(
-        expert_pair_bytes(pair.rank, router.k_in, router.n_out, element_bytes, pair.bias.has_value()));
-  }
-  for (ExpertPair const& pair : adapter.experts) {
-    sizes.push_back(expert_block_bytes(pair, moe.linear(*moe.find(pair.layer), pair.linear), element_bytes));
-  }
-  sizes.insert(sizes.end(), expert_layers(adapter), expert_cells_bytes(moe));
+  sizes.reserve(outline.routers.size() + outline.experts.size());
+  auto const add = [&](auto const& pairs) {
+    for (auto const& pair : pairs) {
+      sizes.push_back(expert_block_bytes(pair, linear_of(pair, shape), element_bytes));
+    }
+  };
+  add(outline.routers);
+  add(outline.experts);
+  sizes.insert(sizes.end(), expert_layers(outline), expert_cells_bytes(shape.moe()));
   return sizes;
 }
 
@@ -96,7 +98,8 @@ namespace detail {
 /// must have been loaded for `shape`, and its ranks must not exceed `max_rank`.
 [[nodiscard]] inline std::size_t expert_bytes_needed(Adapter const& adapter, ModelShape const& shape,
                                                      std::int32_t max_rank, std::size_t element_bytes) {
-  std::vector<std::size_t> sizes = detail::expert_block_sizes(adapter, shape.moe(), element_bytes);
+  std::vector<std::size_t> sizes = detail::expert_block_sizes(
+      detail::outline_of(adapter, shape, element_bytes, {}, true), shape, element_bytes);
   std::sort(sizes.begin(), sizes.end());
   std::size_t const slab =
       8 * detail::aligned_up(detail::largest_expert_block(shape.moe(), padded_rank(max_rank), element_bytes),

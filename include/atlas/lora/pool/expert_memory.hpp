@@ -43,11 +43,13 @@ template <VictimPolicy V>
     auto const slot = static_cast<std::int32_t>(*chosen);
     views[*chosen].idle = false;
     views[*chosen].state = SlotState::draining;
+    if (!ledger.claim(ledger.at(slot))) continue;  // somebody has leased it meanwhile
     leaving.push_back(slot);
     trial.release(ledger.expert_blocks(ledger.at(slot).tenant->place));
     blocks = trial.allocate(sizes);
   }
   if (!blocks) {
+    for (std::int32_t const slot : leaving) ledger.at(slot).gate.reopen();  // it was idle, so it was open
     bool const ever = ledger.experts.emptied().allocate(sizes).has_value();
     return fail(ever ? Errc::expert_memory_busy : Errc::out_of_memory,
                 SlotLedger::quoted(name) + (ever ? ": the memory for experts is held by adapters in use"

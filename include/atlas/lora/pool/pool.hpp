@@ -25,6 +25,7 @@
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/pool_state.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
@@ -87,16 +88,19 @@ class AdapterPool {
   /// idle one; an adapter that has to give way leaves now. Two loads pack at one time and further ones wait;
   /// nothing else waits for them. The same content under the same name is not loaded again. The host waits
   /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter` and `convert` say of
-  /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full` and
-  /// `spare_busy`; `expert_memory_busy`; `out_of_memory` when all pinned slots are taken, or when its experts
-  /// can never fit; the backend's.
+  /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full`,
+  /// `spare_busy` and `expert_memory_busy`; `out_of_memory` when all pinned slots are taken, or when its
+  /// experts can never fit; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
-    auto staged = try_load(name, adapter, options);
-    if (staged) return staged;
-    std::lock_guard<std::mutex> const lock(ledger().mutex);
-    count_refusal(staged.error().code);
-    return staged;
+    return load_any(name, adapter, options);
+  }
+
+  /// The same of an adapter that is packed already, as `HostTier` keeps them: the device copies it, experts
+  /// and routers too, and nothing is converted. Who calls holds it until the call returns.
+  [[nodiscard]] Result<Staged> load(std::string_view name, PackedAdapter<T> const& adapter,
+                                    StageOptions const& options = {}) {
+    return load_any(name, adapter, options);
   }
 
   /// Takes `name` out of the pool; its memory is spare once nothing reads it. Errors: `not_found`;
@@ -144,8 +148,10 @@ class AdapterPool {
   }
 
   /// A lease on exactly this tenancy: what loads return and leases carry. Content that has lost its name can
-  /// be leased as long as others lease it. Errors: `stale`; `slot_busy` while it is staged.
+  /// be leased as long as others lease it. Takes no lock where there is a lease to be had. Errors: `stale`;
+  /// `slot_busy` while it is staged, or while nobody leases it and other content for its slot is.
   [[nodiscard]] Result<Lease> acquire(SlotKey key) {
+    if (auto lease = ledger().try_acquire(key)) return *std::move(lease);
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     return tally(ledger().acquire(key));
   }
@@ -215,7 +221,8 @@ class AdapterPool {
                          moe.num_experts};
   }
 
-  /// The key that `name` finds. Error: `not_found` when it is not published.
+  /// The key that `name` finds. Error: `not_found` when it is not published. While other content for its slot
+  /// is staged, acquiring it is `slot_busy`.
   [[nodiscard]] Result<SlotKey> find(std::string_view name) const {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     SlotKey const key = key_of(name);
@@ -254,10 +261,15 @@ class AdapterPool {
     return state_->snapshot();
   }
 
+  /// The model that it serves; what `load` takes must have been audited against it.
   [[nodiscard]] ModelShape const& shape() const noexcept { return state_->shape; }
+  /// Where each site lies in a physical slot; its `max_rank` is the options' rounded up to a multiple of 8.
   [[nodiscard]] SlotLayout const& layout() const noexcept { return state_->memory.layout; }
+  /// What it was created with.
   [[nodiscard]] PoolOptions const& options() const noexcept { return state_->options; }
+  /// Slots that rows can name; a row slot of this or more is base.
   [[nodiscard]] std::int32_t max_slots() const noexcept { return state_->options.max_slots; }
+  /// The device that it is on.
   [[nodiscard]] B& backend() noexcept { return state_->backend; }
 
  private:
@@ -310,15 +322,26 @@ class AdapterPool {
     return outcome;
   }
 
-  Result<Staged> try_load(std::string_view name, Adapter const& adapter, StageOptions const& options) {
+  template <class A>
+  Result<Staged> load_any(std::string_view name, A const& adapter, StageOptions const& options) {
+    auto staged = try_load(name, adapter, options);
+    if (staged) return staged;
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    count_refusal(staged.error().code);
+    return staged;
+  }
+
+  template <class A>
+  Result<Staged> try_load(std::string_view name, A const& adapter, StageOptions const& options) {
     if (!valid_name(name)) {
       return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
                                               " bytes without control bytes needed");
     }
     auto const checked =
-        detail::check_adapter(name, adapter, shape(), layout().max_rank(), state_->options.biases,
-                              options.leave_out_unserved, state_->serves_experts());
+        detail::checked_outline<T>(name, adapter, shape(), layout().max_rank(), state_->options.biases,
+                                   state_->serves_experts(), options.packing);
     if (!checked) return forward_error(checked);
+    PackedOutline const& outline = *checked;
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
     if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
@@ -326,7 +349,7 @@ class AdapterPool {
     std::vector<std::size_t> blocks;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
-      if (auto const present = hit(name, adapter, options)) return *present;
+      if (auto const present = hit(name, outline.digest, options.pinned)) return *present;
       auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
       if (!slot) return forward_error(slot);
       auto const spare = ledger().take_place();
@@ -334,21 +357,21 @@ class AdapterPool {
         return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
       }
       place = *spare;
-      if (auto const reserved = reserve(name, place, adapter); !reserved) {
+      if (auto const reserved = reserve(name, place, outline); !reserved) {
         ledger().give_back_place(place);
         return forward_error(reserved);
       }
       blocks = ledger().expert_blocks(place);
       ++ledger().loading;
     }
-    auto const counts = state_->pack(**lane, place, blocks, adapter, options);
+    auto const counts = state_->pack(**lane, place, blocks, adapter, outline, options);
     bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     --ledger().loading;
     // Another load may have brought the same meanwhile.
-    auto const present = counts ? hit(name, adapter, options) : std::nullopt;
+    auto const present = counts ? hit(name, outline.digest, options.pinned) : std::nullopt;
     auto staged = present  ? Result<Staged>(*present)
-                  : counts ? stage(name, adapter, options, place)
+                  : counts ? stage(name, outline, options.pinned, place)
                            : Result<Staged>(forward_error(counts));
     if (!is_quiet) (**lane).unsettled = place;
     if (is_quiet && (present || !staged)) ledger().give_back_place(place);
@@ -357,9 +380,8 @@ class AdapterPool {
   }
 
   // What a load of content that is there already returns.
-  std::optional<Staged> hit(std::string_view name, Adapter const& adapter,
-                            StageOptions const& options) const {
-    auto const present = ledger().present(name, detail::applied_digest(adapter, options), options.pinned);
+  std::optional<Staged> hit(std::string_view name, Digest const& digest, bool pinned) const {
+    auto const present = ledger().present(name, digest, pinned);
     if (!present) return std::nullopt;
     ++ledger().counters.hits;
     return Staged{present->first, present->second, {}};
@@ -369,19 +391,20 @@ class AdapterPool {
     if (auto outcome = refuse_capture(stream); !outcome) return outcome;
     auto const index = state_->steps.find_or_add(backend(), ledger(), stream);
     if (!index) return forward_error(index);
-    if (ledger().steps[*index].open()) {
+    if (ledger().streams[*index].open != 0) {
       return fail(Errc::invalid_argument, "begin_step: a step is open on the stream");
     }
     if (auto outcome = state_->steps.poll(backend(), ledger()); !outcome) return outcome;
     if (auto outcome = state_->steps.follow(backend(), *index); !outcome) return outcome;
-    if (auto outcome = state_->publish(*index, stream); !outcome) return outcome;
-    ++ledger().steps[*index].begun;
+    std::uint64_t const number = ledger().number_step();
+    if (auto outcome = state_->publish(*index, number, stream); !outcome) return outcome;
+    ledger().open_step(*index, number);
     return {};
   }
 
   Result<void> close_step(Stream stream) {
     auto const index = state_->steps.find(stream);
-    if (!index || !ledger().steps[*index].open()) {
+    if (!index || ledger().streams[*index].open == 0) {
       return fail(Errc::invalid_argument, "end_step: no step is open on the stream");
     }
     if (auto outcome = refuse_capture(stream); !outcome) return outcome;
@@ -398,9 +421,8 @@ class AdapterPool {
   }
 
   // Memory for the experts of what is loaded into `place`.
-  Result<void> reserve(std::string_view name, std::int32_t place, Adapter const& adapter) {
-    if (!state_->serves_experts()) return {};
-    auto const sizes = detail::expert_block_sizes(adapter, shape().moe(), sizeof(T));
+  Result<void> reserve(std::string_view name, std::int32_t place, PackedOutline const& outline) {
+    auto const sizes = detail::expert_block_sizes(outline, shape(), sizeof(T));
     return detail::reserve_experts(ledger(), name, place, sizes, victim_);
   }
 
@@ -412,32 +434,20 @@ class AdapterPool {
     return ledger().choose(name, pinned, victim_);
   }
 
-  static std::int32_t largest_rank(Adapter const& adapter, bool with_experts) noexcept {
-    std::int32_t rank = 0;
-    auto const add = [&rank](auto const& pairs) {
-      for (auto const& pair : pairs) rank = std::max(rank, pair.rank);
-    };
-    add(adapter.pairs);
-    if (!with_experts) return rank;
-    add(adapter.routers);
-    add(adapter.experts);
-    return rank;
-  }
-
   // Stages what is packed in `place`; on failure nothing has changed.
-  Result<Staged> stage(std::string_view name, Adapter const& adapter, StageOptions const& options,
-                       std::int32_t place) {
-    auto const slot = choose(name, options.pinned);
+  Result<Staged> stage(std::string_view name, PackedOutline const& outline, bool pinned, std::int32_t place) {
+    auto slot = choose(name, pinned);
     if (!slot) return forward_error(slot);
-    Digest const digest = detail::applied_digest(adapter, options);
-    auto const id = ledger().names.identify(name, digest);
+    auto const id = ledger().names.identify(name, outline.digest);
     if (!id) return forward_error(id);
-    state_->write_image(*slot, place, adapter);
-    bool const experts = state_->serves_experts();
-    SlotKey const key = ledger().stage(
-        *slot, detail::Tenant{std::string(name), *id, 0, digest, place,
-                              detail::packed_bytes(adapter, shape(), sizeof(T), experts),
-                              largest_rank(adapter, experts), ledger().names.generation(name)});
+    while (!ledger().claim(ledger().at(*slot))) {  // somebody has leased it meanwhile
+      slot = choose(name, pinned);
+      if (!slot) return forward_error(slot);
+    }
+    state_->write_image(*slot, place, outline);
+    SlotKey const key =
+        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, outline.digest, place, outline.bytes,
+                                             outline.max_rank, ledger().names.generation(name)});
     return Staged{key, *id, {}};
   }
 

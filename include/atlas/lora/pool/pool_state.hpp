@@ -4,12 +4,14 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,7 +26,9 @@
 #include "atlas/lora/pool/expert_pack.hpp"
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/pool/memory.hpp"
+#include "atlas/lora/pool/outline.hpp"
 #include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/steps.hpp"
@@ -35,7 +39,8 @@
 namespace atlas::lora::inline v0 {
 namespace detail {
 
-/// The memory, streams and book-keeping of one pool. The ledger is shared with leases, which may outlive it.
+/// The memory, streams and book-keeping of one pool. The ledger stays until leases have gone,
+/// which may outlive the pool.
 template <Element T, Backend B>
 class PoolState {
  public:
@@ -47,8 +52,7 @@ class PoolState {
         options(pool_options),
         memory(std::move(pool_memory)),
         backend(std::move(pool_backend)),
-        ledger(std::make_shared<SlotLedger>(options.max_slots, options.pinned,
-                                            options.max_slots + options.spare)) {
+        ledger(SlotLedger::create(options.max_slots, options.pinned, options.max_slots + options.spare)) {
     if (serves_experts()) ledger->experts = ExpertArena(options.expert_bytes, memory.largest_expert_block);
   }
 
@@ -97,34 +101,41 @@ class PoolState {
   }
 
   /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes; and
-  /// `blocks` of the memory for experts. Returns when the device has them. On failure the place's content is
+  /// `blocks` of the memory for experts. Returns when the device has them. On failure the content of both is
   /// arbitrary, and copies may still go there.
   [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
                                               std::span<std::size_t const> blocks, Adapter const& adapter,
-                                              StageOptions const& how) {
+                                              PackedOutline const& outline, StageOptions const& how) {
     ConversionCounts counts;
-    if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
-    for (AdapterPair const& pair : adapter.pairs) {
-      if (how.stop.stop_requested()) {
-        return fail(Errc::cancelled, "layer " + std::to_string(pair.site.layer) + " '" +
-                                         shape.module(pair.site).name + "': cancelled before it was packed");
-      }
-      if (pair.rank == 0) continue;
-      if (auto const ready = drain(lane); !ready) return cuda::std::unexpected<Error>(ready.error());
-      auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging(lane), how.conversion);
-      if (!packed) return packed;
-      add_counts(counts, *packed);
-      if (auto const sent = send(lane, place, pair, staging(lane).data()); !sent) {
-        return cuda::std::unexpected<Error>(sent.error());
-      }
-    }
-    if (!blocks.empty()) {
-      auto const packed = pack_experts(lane, blocks, adapter, how);
-      if (!packed) return packed;
-      add_counts(counts, *packed);
-    }
-    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
+    auto const from = reinterpret_cast<std::byte const*>(staging(lane).data());
+    auto const written =
+        write_place(lane, place, blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
+          if (auto ready = drain(lane); !ready) return ready;
+          auto const converted = pack_pair<T>(source_of(adapter, pair), linear_of(pair, shape), staging(lane),
+                                              how.packing.conversion);
+          if (!converted) return Result<void>(cuda::std::unexpected<Error>(converted.error()));
+          add_counts(counts, *converted);
+          return send([&](std::size_t offset, std::size_t bytes, auto const& body) {
+            return body(from + offset, bytes);
+          });
+        });
+    if (!written) return cuda::std::unexpected<Error>(written.error());
     return counts;
+  }
+
+  /// The same from an adapter that is packed already: copies by the device alone.
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
+                                              std::span<std::size_t const> blocks,
+                                              PackedAdapter<T> const& adapter, PackedOutline const& outline,
+                                              StageOptions const& how) {
+    auto const written =
+        write_place(lane, place, blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
+          return send([&](std::size_t offset, std::size_t bytes, auto const& body) {
+            return adapter.blocks().for_each_piece(pair.offset + offset, bytes, body);
+          });
+        });
+    if (!written) return cuda::std::unexpected<Error>(written.error());
+    return adapter.counts();
   }
 
   /// Waits until the device has done all that loads have enqueued on the lane.
@@ -140,40 +151,30 @@ class PoolState {
     return {};
   }
 
-  /// Writes the image of `slot`'s record: a cell for every site, null where the adapter has no pair. Nothing
-  /// may be reading the image. The ledger's mutex is held.
-  void write_image(std::int32_t slot, std::int32_t place, Adapter const& adapter) {
+  /// Writes the image of `slot`'s record: a cell for every site and router, null where the adapter has no
+  /// pair, and the indexes of its experts. Nothing may be reading the image. The ledger's mutex is held.
+  void write_image(std::int32_t slot, std::int32_t place, PackedOutline const& outline) {
     std::byte* const whole = pinned_ + static_cast<std::size_t>(slot) * memory.record_bytes;
     std::fill_n(whole, memory.record_bytes, std::byte{0});
     auto* const cells = image(static_cast<std::size_t>(slot));
-    for (AdapterPair const& pair : adapter.pairs) {
-      if (pair.rank == 0) continue;
-      std::size_t const site = *shape.find(pair.site);
-      cells[site] = RouteCell<T>{a_at(place, site),
-                                 b_at(place, site),
-                                 pair.bias ? bias_at(place, site) : nullptr,
-                                 pair.scale,
-                                 pair.rank,
-                                 padded_rank(pair.rank),
-                                 0};
-    }
+    for (PackedPair const& pair : outline.pairs) cells[*shape.find(pair.site)] = cell(place, pair);
     std::vector<std::size_t> const& blocks = ledger->expert_blocks(place);
     if (blocks.empty()) return;
-    PlacedExperts<T>(adapter, shape.moe(), device_ + memory.experts_offset, blocks)
+    PlacedExperts<T>(outline, shape, device_ + memory.experts_offset, blocks)
         .write_image(reinterpret_cast<RouteCell<T>*>(whole + memory.routers_in_record),
                      whole + memory.indexes_in_record, memory.expert_index_stride);
   }
 
   /// Publishes everything staged, and blanks the records of slots whose tenant has gone, on stream `index`,
-  /// as part of the step that it is about to open. On failure nothing is published: what is staged stays
+  /// as part of step `number` that it is about to open. On failure nothing is published: what is staged stays
   /// staged, and cannot be leased. The ledger's mutex is held.
-  [[nodiscard]] Result<void> publish(std::size_t index, Stream stream) {
+  [[nodiscard]] Result<void> publish(std::size_t index, std::uint64_t number, Stream stream) {
     bool any = false;
     for (std::size_t i = 0; i < ledger->slots.size(); ++i) {
       Slot& slot = ledger->slots[i];
       if (!slot.staged && !slot.blank_due) continue;
       any = true;
-      ledger->overwrite(slot, index);
+      ledger->overwrite(slot, index, number);
       auto const enqueued = slot.staged ? backend.copy(record(i), image(i), memory.record_bytes, stream)
                                         : backend.fill(record(i), std::byte{0}, memory.record_bytes, stream);
       if (!enqueued) return enqueued;
@@ -194,6 +195,7 @@ class PoolState {
     all.loading = ledger->loading;
     all.spare = static_cast<std::int32_t>(ledger->free_places());
     all.counters = ledger->counters;
+    all.counters.leases = ledger->leases_taken();
     all.slots.reserve(ledger->slots.size());
     for (std::int32_t i = 0; ledger->contains(i); ++i) {
       Slot const& slot = ledger->at(i);
@@ -225,7 +227,7 @@ class PoolState {
   PoolMemory const memory;
   B backend;
   StreamSteps<B> steps;
-  std::shared_ptr<SlotLedger> const ledger;
+  SlotLedger::Owner const ledger;
   LoadLanes<B> lanes;
 
  private:
@@ -235,17 +237,6 @@ class PoolState {
   [[nodiscard]] std::span<T> staging(Lane const& lane) const noexcept {
     return {reinterpret_cast<T*>(pinned_ + memory.staging_offset + lane.index * memory.staging_stride),
             memory.staging_stride / sizeof(T)};
-  }
-
-  Result<ConversionCounts> pack_experts(Lane const& lane, std::span<std::size_t const> blocks,
-                                        Adapter const& adapter, StageOptions const& how) {
-    return PlacedExperts<T>(adapter, shape.moe(), device_ + memory.experts_offset, blocks)
-        .pack(
-            staging(lane), how.conversion, how.stop, [&] { return drain(lane); },
-            [&](void* to, void const* from, std::size_t bytes) {
-              return backend.copy(to, from, bytes, *lane.stream);
-            },
-            [&](void* to, std::size_t bytes) { return backend.fill(to, std::byte{0}, bytes, *lane.stream); });
   }
 
   [[nodiscard]] RouteCell<T>* image(std::size_t slot) const noexcept {
@@ -273,15 +264,77 @@ class PoolState {
     return backend.fill(biases_at(place), std::byte{0}, memory.bias_stride, *lane.stream);
   }
 
-  Result<void> send(Lane const& lane, std::int32_t place, AdapterPair const& pair, T const* staging) {
+  // Where A, B and bias of a pair lie in a place.
+  [[nodiscard]] RouteCell<T> cell(std::int32_t place, PackedPair const& pair) const noexcept {
     std::size_t const site = *shape.find(pair.site);
-    PackedExtent const extent = packed_extent(pair, shape.module(pair.site));
-    auto sent = backend.copy(a_at(place, site), staging, extent.a * sizeof(T), *lane.stream);
-    if (!sent) return sent;
-    sent = backend.copy(b_at(place, site), staging + extent.a, extent.b * sizeof(T), *lane.stream);
-    if (!sent || extent.bias == 0) return sent;
-    return backend.copy(bias_at(place, site), staging + extent.a + extent.b, extent.bias * sizeof(T),
-                        *lane.stream);
+    return {a_at(place, site),
+            b_at(place, site),
+            pair.extent.bias > 0 ? bias_at(place, site) : nullptr,
+            pair.scale,
+            pair.rank,
+            padded_rank(pair.rank),
+            0};
+  }
+
+  // Fills a place and its blocks, and waits for the device. `put(pair, send)` calls `send(source)` with what
+  // shows a pair's bytes piece by piece: `source(offset, bytes, body)`.
+  template <class Put>
+  Result<void> write_place(Lane const& lane, std::int32_t place, std::span<std::size_t const> blocks,
+                           PackedOutline const& outline, std::stop_token const& stop, Put const& put) {
+    if (auto zeroed = zero(lane, place); !zeroed) return zeroed;
+    PlacedExperts<T> const placed(outline, shape, device_ + memory.experts_offset, blocks);
+    auto const put_one = [&](auto const& pair) -> Result<void> {
+      if (stop.stop_requested()) {
+        return fail(Errc::cancelled, place_of(pair, shape) + "cancelled before it was packed");
+      }
+      return put(pair, [&](auto const& source) { return send_pair(lane, place, placed, pair, source); });
+    };
+    if (auto put_all = for_each_pair(outline, put_one); !put_all) return put_all;
+    auto sent = placed.send_cells(
+        reinterpret_cast<std::byte*>(staging(lane).data()), [&] { return drain(lane); },
+        [&](void* to, void const* from, std::size_t bytes) {
+          return backend.copy(to, from, bytes, *lane.stream);
+        });
+    return sent ? drain(lane) : sent;
+  }
+
+  // Enqueues what makes a pair's part of a place or of its block the pair's.
+  template <class Source>
+  Result<void> send_pair(Lane const& lane, std::int32_t place, PlacedExperts<T> const&,
+                         PackedPair const& pair, Source const& source) {
+    return send(lane, cell(place, pair), pair.extent, source);  // the place is zero
+  }
+  template <class Packed, class Source>
+  Result<void> send_pair(Lane const& lane, std::int32_t, PlacedExperts<T> const& placed, Packed const& pair,
+                         Source const& source) {
+    RouteCell<T> const target = placed.cell(pair);
+    auto sent = send(lane, target, pair.extent, source);
+    std::size_t const tail = placed.tail_bytes(pair);
+    if (!sent || tail == 0) return sent;
+    return backend.fill(const_cast<T*>(target.a) + pair.extent.a, std::byte{0}, tail, *lane.stream);
+  }
+
+  // Enqueues the copies of a pair to where its cell says; parts that are neighbours there go together, as
+  // they are neighbours in the source.
+  template <class Source>
+  Result<void> send(Lane const& lane, RouteCell<T> const& cell, PackedExtent const& extent,
+                    Source const& source) {
+    std::array<std::pair<T const*, std::size_t>, 3> const parts{
+        {{cell.a, extent.a}, {cell.b, extent.b}, {cell.bias, extent.bias}}};
+    std::size_t offset = 0;
+    for (std::size_t i = 0; i < parts.size();) {
+      auto [to, elements] = parts[i++];
+      if (elements == 0) continue;
+      while (i < parts.size() && parts[i].first == to + elements) elements += parts[i++].second;
+      auto* target = reinterpret_cast<std::byte*>(const_cast<T*>(to));
+      std::size_t const bytes = elements * sizeof(T);
+      auto sent = source(offset, bytes, [&](std::byte const* from, std::size_t piece) {
+        return backend.copy(std::exchange(target, target + piece), from, piece, *lane.stream);
+      });
+      if (!sent) return sent;
+      offset += bytes;
+    }
+    return {};
   }
 
   std::byte* device_ = nullptr;
