@@ -14,7 +14,11 @@
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/adapter/convert.hpp"
 
+#include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
+
+#include "atlas/lora/overlay/build.hpp"
+#include "atlas/lora/overlay/select.hpp"
 
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/cuda_backend.hpp"
@@ -39,6 +43,7 @@
 #include "atlas/lora/kernels/work.hpp"
 
 #include "atlas/lora/reference/delta.hpp"
+#include "atlas/lora/reference/overlay.hpp"
 
 #if defined(__CUDACC__)
 #include "atlas/lora/kernels/delta.cuh"

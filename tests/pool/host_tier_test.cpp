@@ -91,7 +91,7 @@ TEST_CASE("all tensors of an adapter count") {
   CHECK(host_bytes(adapter) == 512 + 6 * 4);
   adapter.experts.push_back(tensor(1, 0, 0, {3}));
   adapter.router.push_back(tensor(1, 0, 0, {5}));
-  adapter.overlay.push_back(tensor(1, 0, 0, {7}));
+  adapter.raw_overlay.head.table = tensor(1, 0, 0, {7});
   CHECK(host_bytes(adapter) == 512 + 6 * 4 + (3 + 5 + 7) * 4);
 }
 

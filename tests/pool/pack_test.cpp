@@ -87,8 +87,8 @@ std::vector<Fault> const faults{
      "site 0.lora_B.bias"},
     {"experts", [](Adapter& a) { a.experts.push_back(tensor(1, 9, 0, {1})); }, Errc::unsupported, "site 9"},
     {"a router", [](Adapter& a) { a.router.push_back(tensor(1, 9, 0, {1})); }, Errc::unsupported, "site 9"},
-    {"token rows", [](Adapter& a) { a.overlay.push_back(tensor(1, 9, 0, {1})); }, Errc::unsupported,
-     "site 9"},
+    {"token rows", [](Adapter& a) { a.raw_overlay.head.table = tensor(1, 9, 0, {1}); }, Errc::unsupported,
+     "site 9.lora_A': token rows that build_overlay has not built"},
 };
 
 TEST_CASE("an adapter that a pool cannot hold is refused by name and costs nothing") {

@@ -40,8 +40,12 @@ concept AdapterReader = requires(R const& reader, std::string_view name, std::st
   for (AdapterPair const& pair : adapter.pairs) {
     bytes += pair.a.bytes.size() + pair.b.bytes.size() + (pair.bias ? pair.bias->bytes.size() : 0);
   }
-  for (auto const* const part : {&adapter.experts, &adapter.router, &adapter.overlay}) {
+  for (auto const* const part : {&adapter.experts, &adapter.router}) {
     for (HostTensor const& tensor : *part) bytes += tensor.bytes.size();
+  }
+  adapter.raw_overlay.for_each([&](HostTensor const& tensor) { bytes += tensor.bytes.size(); });
+  for (OverrideRows const* const own : {&adapter.overlay.embedding, &adapter.overlay.head}) {
+    bytes += own->rows.bytes.size() + own->ids.size() * sizeof(std::int32_t);
   }
   return bytes;
 }

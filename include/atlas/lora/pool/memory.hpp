@@ -3,6 +3,7 @@
 // How much memory a pool takes, and where in it everything lies.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -14,6 +15,7 @@
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -29,6 +31,10 @@ struct PoolOptions {
   std::int32_t max_rank = 64;  ///< largest rank of any adapter; rounded up to a multiple of 8
   std::int32_t pinned = 0;     ///< slots `[0, pinned)` are never evicted, the others are a cache
   bool biases = false;         ///< whether room is kept for a bias of every linear
+  /// Device memory for the token overlays of all adapters that are in the pool at one time; 0 for a pool that
+  /// serves none. An adapter with rows of the embedding takes 4 bytes a token of the vocabulary and
+  /// `hidden` elements a row.
+  std::size_t overlay_bytes = 0;
 
   friend bool operator==(PoolOptions const&, PoolOptions const&) = default;
 };
@@ -44,13 +50,16 @@ struct MemoryNeeded {
 namespace detail {
 
 /// The parts of a pool's two allocations. Device: physical slots, their bias regions, records `[max_slots]`,
-/// each `[sites]` cells. Pinned: a record image for each slot, and staging of one site for each load lane.
+/// each `[sites]` cells and, in a pool with token overlays, an overlay cell; the overlays. Pinned: a record
+/// image for each slot, and staging of one site for each load lane.
 struct PoolMemory {
   SlotLayout layout;
   std::size_t bias_stride = 0;  ///< bytes between bias regions; 0 without biases
   std::size_t record_bytes = 0;
   std::size_t biases_offset = 0;
   std::size_t records_offset = 0;
+  std::size_t overlay_cell_offset = 0;  ///< within a record
+  std::size_t overlays_offset = 0;
   std::size_t staging_offset = 0;
   std::size_t staging_stride = 0;  ///< bytes between the stagings of two lanes
   MemoryNeeded needed;
@@ -69,21 +78,37 @@ struct PoolMemory {
     auto const slots = static_cast<std::size_t>(options.max_slots);
     std::size_t const places = slots + static_cast<std::size_t>(options.spare);
     memory.bias_stride = options.biases ? memory.layout.bias_bytes() : 0;
-    memory.record_bytes = memory.layout.sites() * sizeof(RouteCell<float>);
+    memory.overlay_cell_offset = memory.layout.sites() * sizeof(RouteCell<float>);
+    memory.record_bytes = memory.overlay_cell_offset;
+    std::size_t staged = memory.layout.largest_site_bytes();
+    if (options.overlay_bytes != 0) {
+      if (shape.vocab() < 1 || shape.hidden() < 1) {
+        return fail(Errc::invalid_argument, "pool: overlay_bytes for a model of no known vocabulary");
+      }
+      memory.record_bytes += sizeof(OverlayCell<float>);
+      auto const row = multiply_add(static_cast<std::size_t>(shape.hidden()), element_bytes, 0);
+      if (!row) return fail(Errc::out_of_range, "pool: needs 2^63 bytes or more");
+      staged = std::max({staged, *row, std::min(options.overlay_bytes, most_overlay_staging)});
+    }
     auto const biases = after(0, places, memory.layout.slot_bytes());
     auto const records = biases ? after(*biases, places, memory.bias_stride) : biases;
-    auto const device = records ? after(*records, slots, memory.record_bytes) : records;
+    auto const overlays = records ? after(*records, slots, memory.record_bytes) : records;
+    auto const device = overlays ? after(*overlays, 1, options.overlay_bytes) : overlays;
     auto const staging = after(0, slots, memory.record_bytes);
-    auto const stride = after(0, 1, memory.layout.largest_site_bytes());
+    auto const stride = after(0, 1, staged);
     auto const pinned = staging && stride ? after(*staging, loads_at_once, *stride) : std::nullopt;
     if (!device || !pinned) return fail(Errc::out_of_range, "pool: needs 2^63 bytes or more");
     memory.biases_offset = *biases;
     memory.records_offset = *records;
+    memory.overlays_offset = *overlays;
     memory.staging_offset = *staging;
     memory.staging_stride = *stride;
     memory.needed = MemoryNeeded{*device, *pinned};
     return memory;
   }
+
+  /// Bytes of token rows that are on their way to the device at once, where a site does not need more.
+  static constexpr std::size_t most_overlay_staging = std::size_t{1} << 20;
 
  private:
   // Where the next part begins: behind `count` times `bytes`, aligned as allocations are.

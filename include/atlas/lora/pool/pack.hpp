@@ -154,9 +154,9 @@ inline void check_pair(AdapterPair const& pair, Module const& module, std::int32
     check_pair(pair, shape.module(pair.site), max_rank, biases, faults);
   }
   if (!leave_out_unserved) {
-    for (auto const* const part : {&adapter.experts, &adapter.router, &adapter.overlay}) {
+    for (auto const* const part : {&adapter.experts, &adapter.router}) {
       for (HostTensor const& tensor : *part) {
-        faults.add(Errc::unsupported, "tensor '" + tensor.name + "': a pool serves linears alone");
+        faults.add(Errc::unsupported, "tensor '" + tensor.name + "': a pool does not serve it");
       }
     }
   }

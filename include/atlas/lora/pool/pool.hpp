@@ -22,12 +22,14 @@
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/memory.hpp"
+#include "atlas/lora/pool/overlay_memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/pool_state.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -81,9 +83,10 @@ class AdapterPool {
   /// Packs `adapter` and stages it under `name`, in its own slot when nobody reads that, else in an empty or
   /// idle one; an adapter that has to give way leaves now. Two loads pack at one time and further ones wait;
   /// nothing else waits for them. The same content under the same name is not loaded again. The host waits
-  /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter` and `convert` say of
-  /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full` and
-  /// `spare_busy`; `out_of_memory` when all pinned slots are taken; the backend's.
+  /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter`,
+  /// `detail::check_overlay` and `convert` say of the adapter; a name that is not `valid_name`; `cancelled`
+  /// by `options.stop`; retryable `pool_full`, `spare_busy` and `overlay_memory_busy`; `out_of_memory` when
+  /// all pinned slots are taken; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
     auto staged = try_load(name, adapter, options);
@@ -176,6 +179,21 @@ class AdapterPool {
   /// The same by a module's name; `layer` is `model_wide` for a model-wide one.
   [[nodiscard]] Result<RouteTable<T>> route(std::int32_t layer, std::string_view module) const {
     return table(shape().find(layer, module), layer, std::string(module));
+  }
+
+  /// The table of token overlays, of the whole pool's life like the others. Error: `not_found` when the pool
+  /// was made without overlays.
+  [[nodiscard]] Result<OverlayTable<T>> overlay() const {
+    if (options().overlay_bytes == 0)
+      return fail(Errc::not_found, "the pool was made without token overlays");
+    std::size_t const row = static_cast<std::size_t>(shape().hidden()) * sizeof(T);
+    auto const rows = std::min(static_cast<std::size_t>(shape().vocab()), options().overlay_bytes / row);
+    return OverlayTable<T>{state_->overlay_record(0),
+                           static_cast<std::int64_t>(state_->memory.record_bytes),
+                           max_slots(),
+                           static_cast<std::int32_t>(rows),
+                           shape().vocab(),
+                           shape().hidden()};
   }
 
   /// The key that `name` finds. Error: `not_found` when it is not published.
@@ -276,11 +294,19 @@ class AdapterPool {
     }
     auto const checked = detail::check_adapter(name, adapter, shape(), layout().max_rank(),
                                                state_->options.biases, options.leave_out_unserved);
+    auto const rows_checked = detail::check_overlay(name, adapter, shape(), state_->options.overlay_bytes,
+                                                    sizeof(T), options.leave_out_unserved);
+    if (!checked && !rows_checked) {
+      return fail(checked.error().code, checked.error().message + '\n' + rows_checked.error().message);
+    }
     if (!checked) return forward_error(checked);
+    if (!rows_checked) return forward_error(rows_checked);
+    std::size_t const overlay_bytes = state_->overlay_bytes(adapter);
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
     if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
     std::int32_t place = 0;
+    std::size_t overlay_offset = 0;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
       if (auto const present = hit(name, adapter, options)) return *present;
@@ -291,9 +317,14 @@ class AdapterPool {
         return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
       }
       place = *spare;
+      if (auto const room = state_->make_room(place, overlay_bytes); !room) {
+        ledger().give_back_place(place);
+        return fail(room.error().code, detail::SlotLedger::quoted(name) + ": " + room.error().message);
+      }
+      overlay_offset = state_->overlays.offset(place);
       ++ledger().loading;
     }
-    auto const counts = state_->pack(**lane, place, adapter, options);
+    auto const counts = state_->pack(**lane, place, overlay_offset, adapter, options);
     bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     --ledger().loading;
@@ -372,10 +403,11 @@ class AdapterPool {
     auto const id = ledger().names.identify(name, digest);
     if (!id) return forward_error(id);
     state_->write_image(*slot, place, adapter);
-    SlotKey const key =
-        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, digest, place,
-                                             detail::packed_bytes(adapter, shape(), sizeof(T)),
-                                             largest_rank(adapter), ledger().names.generation(name)});
+    SlotKey const key = ledger().stage(
+        *slot,
+        detail::Tenant{std::string(name), *id, 0, digest, place,
+                       detail::packed_bytes(adapter, shape(), sizeof(T)) + state_->overlay_bytes(adapter),
+                       largest_rank(adapter), ledger().names.generation(name)});
     return Staged{key, *id, {}};
   }
 

@@ -21,6 +21,8 @@
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/pool/memory.hpp"
+#include "atlas/lora/pool/overlay_memory.hpp"
+#include "atlas/lora/pool/overlay_pack.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
@@ -44,7 +46,8 @@ class PoolState {
         memory(std::move(pool_memory)),
         backend(std::move(pool_backend)),
         ledger(std::make_shared<SlotLedger>(options.max_slots, options.pinned,
-                                            options.max_slots + options.spare)) {}
+                                            options.max_slots + options.spare)),
+        overlays(options.overlay_bytes, static_cast<std::size_t>(options.max_slots + options.spare)) {}
 
   PoolState(PoolState const&) = delete;
   PoolState& operator=(PoolState const&) = delete;
@@ -75,9 +78,41 @@ class PoolState {
     return reinterpret_cast<RouteCell<T>*>(device_ + memory.records_offset + slot * memory.record_bytes);
   }
 
-  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes. Returns
+  /// The overlay cell of `slot` in device memory, in a pool with token overlays.
+  [[nodiscard]] OverlayCell<T>* overlay_record(std::size_t slot) const noexcept {
+    return overlay_cell_of(device_ + memory.records_offset + slot * memory.record_bytes);
+  }
+
+  /// Gives `place` room for an adapter's token rows, after evicting adapters that nobody reads until they
+  /// fit. Errors: retryable `overlay_memory_busy`. The ledger's mutex is held.
+  [[nodiscard]] Result<void> make_room(std::int32_t place, std::size_t bytes) {
+    auto const is_spare = [&](std::int32_t other) { return ledger->is_spare(other); };
+    for (;;) {
+      if (overlays.take(place, bytes, is_spare)) return {};
+      std::vector<bool> idle(static_cast<std::size_t>(options.max_slots + options.spare));
+      std::int32_t oldest = base_slot;
+      for (std::int32_t i = options.pinned; ledger->contains(i); ++i) {
+        Slot const& slot = ledger->at(i);
+        if (slot.staged || !ledger->view(i).idle) continue;
+        idle[static_cast<std::size_t>(slot.tenant->place)] = true;
+        if (oldest == base_slot || slot.last_use < ledger->at(oldest).last_use) oldest = i;
+      }
+      bool const helps = overlays.fits(bytes, [&](std::int32_t other) {
+        return is_spare(other) || idle[static_cast<std::size_t>(other)];
+      });
+      if (!helps) {
+        return fail(Errc::overlay_memory_busy,
+                    "token rows of " + std::to_string(bytes) + " bytes do not fit beside those in use");
+      }
+      ledger->evict(oldest);
+    }
+  }
+
+  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes; and its
+  /// token rows, `overlay_offset` bytes into their region. Returns
   /// when the device has them. On failure the place's content is arbitrary, and copies may still go there.
-  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place, Adapter const& adapter,
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
+                                              std::size_t overlay_offset, Adapter const& adapter,
                                               StageOptions const& how) {
     ConversionCounts counts;
     if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
@@ -88,9 +123,8 @@ class PoolState {
       }
       if (pair.rank == 0) continue;
       if (auto const ready = drain(lane); !ready) return cuda::std::unexpected<Error>(ready.error());
-      std::span<T> const staging(
-          reinterpret_cast<T*>(pinned_ + memory.staging_offset + lane.index * memory.staging_stride),
-          memory.layout.largest_site_bytes() / sizeof(T));
+      std::span<T> const staging(reinterpret_cast<T*>(staging_of(lane).data()),
+                                 memory.layout.largest_site_bytes() / sizeof(T));
       auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging, how.conversion);
       if (!packed) return packed;
       add_counts(counts, *packed);
@@ -98,8 +132,17 @@ class PoolState {
         return cuda::std::unexpected<Error>(sent.error());
       }
     }
-    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
-    return counts;
+    if (options.overlay_bytes == 0) return drained(lane, counts);
+    auto const rows = OverlayPacker<T, B>{backend, lane, staging_of(lane), how}.pack(
+        adapter.overlay, device_ + memory.overlays_offset + overlay_offset);
+    if (!rows) return rows;
+    add_counts(counts, *rows);
+    return drained(lane, counts);
+  }
+
+  /// Bytes of an adapter's token rows in the pool.
+  [[nodiscard]] std::size_t overlay_bytes(Adapter const& adapter) const noexcept {
+    return options.overlay_bytes == 0 ? 0 : overlay_layout(adapter.overlay, sizeof(T)).bytes;
   }
 
   /// Waits until the device has done all that loads have enqueued on the lane.
@@ -131,6 +174,9 @@ class PoolState {
                                  padded_rank(pair.rank),
                                  0};
     }
+    if (options.overlay_bytes == 0) return;
+    *overlay_cell_of(reinterpret_cast<std::byte*>(image(static_cast<std::size_t>(slot)))) =
+        overlay_cell_at<T>(adapter.overlay, device_ + memory.overlays_offset + overlays.offset(place));
   }
 
   /// Publishes everything staged, and blanks the records of slots whose tenant has gone, on stream `index`,
@@ -195,11 +241,23 @@ class PoolState {
   B backend;
   StreamSteps<B> steps;
   std::shared_ptr<SlotLedger> const ledger;
+  OverlayMemory overlays;  ///< under the ledger's mutex
   LoadLanes<B> lanes;
 
  private:
+  // What a finished load counted, when the device has its bytes.
+  [[nodiscard]] Result<ConversionCounts> drained(Lane const& lane, ConversionCounts const& counts) {
+    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
+    return counts;
+  }
   [[nodiscard]] RouteCell<T>* image(std::size_t slot) const noexcept {
     return reinterpret_cast<RouteCell<T>*>(pinned_ + slot * memory.record_bytes);
+  }
+  [[nodiscard]] OverlayCell<T>* overlay_cell_of(std::byte* record) const noexcept {
+    return reinterpret_cast<OverlayCell<T>*>(record + memory.overlay_cell_offset);
+  }
+  [[nodiscard]] std::span<std::byte> staging_of(Lane const& lane) const noexcept {
+    return {pinned_ + memory.staging_offset + lane.index * memory.staging_stride, memory.staging_stride};
   }
   [[nodiscard]] std::byte* place_at(std::int32_t place) const noexcept {
     return device_ + static_cast<std::size_t>(place) * memory.layout.slot_bytes();

@@ -238,6 +238,9 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     return place;
   }
   void give_back_place(std::int32_t place) { free_places_.push_back(place); }
+  [[nodiscard]] bool is_spare(std::int32_t place) const noexcept {
+    return std::find(free_places_.begin(), free_places_.end(), place) != free_places_.end();
+  }
   [[nodiscard]] std::size_t free_places() const noexcept { return free_places_.size(); }
 
   /// Ends the tenancies that lost their name and only waited for readers: their places are spare again.
@@ -251,6 +254,13 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   }
 
   // --- tenants come and go
+
+  /// Takes the idle adapter in `slot` out, for what it holds; its place is spare.
+  void evict(std::int32_t slot) {
+    at(slot).named = false;
+    ++counters.evictions;
+    settle();
+  }
 
   /// The key and id under which `digest` is the newest content of `name`, if it is, in a pinned slot where
   /// `pinned` asks for one.
