@@ -39,6 +39,7 @@
 #include "atlas/lora/kernels/delta_params.hpp"
 #include "atlas/lora/kernels/delta_stages.hpp"
 #include "atlas/lora/kernels/machine.hpp"
+#include "atlas/lora/kernels/overlay_params.hpp"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
 
@@ -47,6 +48,9 @@
 
 #if defined(__CUDACC__)
 #include "atlas/lora/kernels/delta.cuh"
+#include "atlas/lora/kernels/overlay_embed.cuh"
+#include "atlas/lora/kernels/overlay_head.cuh"
 #include "atlas/lora/kernels/pair_delta.cuh"
+#include "atlas/lora/kernels/row_diff.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
 #endif

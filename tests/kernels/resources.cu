@@ -3,7 +3,10 @@
 // Instantiates every kernel that the library's tunings pick, in every element type, for
 // tools/kernel-resources.
 #include "atlas/lora/kernels/delta.cuh"
+#include "atlas/lora/kernels/overlay_embed.cuh"
+#include "atlas/lora/kernels/overlay_head.cuh"
 #include "atlas/lora/kernels/pair_delta.cuh"
+#include "atlas/lora/kernels/row_diff.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
 
 namespace atlas_test {
@@ -20,6 +23,9 @@ void instantiate_all() {
   instantiate<Delta<float>, Delta<__half>, Delta<__nv_bfloat16>, Delta<__nv_bfloat16, float>>();
   instantiate<SplitDelta<float>, SplitDelta<__half>, SplitDelta<__nv_bfloat16>>();
   instantiate<PairDelta<__nv_bfloat16>, PairDelta<__nv_bfloat16, 16>, RowPlanning>();
+  instantiate<OverlayHead<float>, OverlayHead<__half>, OverlayHead<__nv_bfloat16>,
+              OverlayHead<__nv_bfloat16, float>>();
+  instantiate<OverlayEmbed<float>, OverlayEmbed<__nv_bfloat16>, RowDiff<float>, RowDiff<__nv_bfloat16>>();
 }
 
 }  // namespace atlas_test
