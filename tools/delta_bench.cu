@@ -71,20 +71,6 @@ Timing time_cell(Cell const& cell, Machine const& machine) {
   return t;
 }
 
-void write_header(std::FILE* json, Machine const& machine) {
-  cudaDeviceProp properties{};
-  int driver = 0;
-  int runtime = 0;
-  check(cudaGetDeviceProperties(&properties, machine.device), "cudaGetDeviceProperties");
-  check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-  check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
-  char const* const sources = std::getenv("ATLAS_DEVICE_HASH");
-  std::fprintf(
-      json, "{\"header\": {\"card\": \"%s\", \"driver\": %d, \"toolkit\": %d, \"device_sources\": \"%s\"},\n",
-      properties.name, driver, runtime, sources == nullptr ? "" : sources);
-  std::fprintf(json, " \"cells\": [");
-}
-
 void write_cell(std::FILE* json, bool first, Cell const& cell, Timing const& t) {
   std::string n_out;
   for (std::int64_t const n : cell.n_out) n_out += (n_out.empty() ? "" : ", ") + std::to_string(n);

@@ -19,21 +19,14 @@
 
 #include <atlas/lora.hpp>
 
+#include "bench_support.cuh"
+
 namespace delta_bench {
 
 using namespace atlas::lora;
 using T = __nv_bfloat16;
 
-inline void stop(std::string const& what) {
-  std::fprintf(stderr, "%s\n", what.c_str());
-  std::exit(1);
-}
-/// Stops at a failed call of CUDA or cuBLAS; both say success with 0.
-template <class Status>
-void check(Status status, char const* what) {
-  if (status != Status{}) stop(std::string(what) + ": status " + std::to_string(static_cast<int>(status)));
-}
-#define CHECKED(call) check((call), #call)
+using namespace atlas_bench;
 
 /// What is timed: one shape with one mix of adapters.
 struct Cell {
@@ -75,20 +68,6 @@ inline std::vector<std::int32_t> row_slots(Cell const& cell) {
     }
   }
   return slots;
-}
-
-/// Fills with values in [-spread, spread).
-template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    fill_kernel(T* to, std::int64_t count, std::uint64_t seed, float spread) {
-  std::int64_t const step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-       i += step) {
-    std::uint64_t z = (static_cast<std::uint64_t>(i) + seed) * 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    to[i] = __float2bfloat16((static_cast<float>((z ^ (z >> 31)) >> 40) / 8388608.0F - 1.0F) * spread);
-  }
 }
 
 struct Tables {
