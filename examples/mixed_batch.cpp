@@ -299,7 +299,7 @@ int main(int argc, char** argv) {
   return run_program(
       argc, argv, "mixed_batch",
       "Four requests, three of them with PEFT adapters, in one batch through a whole tiny model", "e2e/llama",
-      []<class Device>(Options const& options) {
+      [&]<class Device>(Options const& options) {
         Report const report = check<Device>(options.model);
         if (options.json) {
           std::cout << to_json(report).dump(2) << '\n';

@@ -285,5 +285,5 @@ bool check(Options const& options) {
 int main(int argc, char** argv) {
   return run_program(argc, argv, "token_overlay", "Embedding and head rows of two adapters in one batch",
                      "peft/qwen3_trainable_tokens_tied",
-                     []<class Device>(Options const& options) { return check<Device>(options); });
+                     [&]<class Device>(Options const& options) { return check<Device>(options); });
 }
