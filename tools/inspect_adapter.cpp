@@ -23,6 +23,7 @@
 #include "atlas/lora/adapter/convert.hpp"
 #include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/model/families.hpp"
+#include "atlas/lora/overlay/build.hpp"
 #include "atlas/lora/reference/delta.hpp"
 #include "atlas/peft.hpp"
 
@@ -46,6 +47,8 @@ struct Report {
   std::optional<Adapter> adapter{};  // none when it is refused
   std::vector<std::string> refusals{};
   std::vector<Comparison> comparisons{};
+  std::vector<std::string> tables{};      // of the base model, that token rows were built against
+  std::optional<TokenOverlay> overlay{};  // the rows, where they could be built
 
   [[nodiscard]] bool held() const {
     return refusals.empty() && std::all_of(comparisons.begin(), comparisons.end(),
@@ -143,8 +146,73 @@ std::vector<Comparison> compare_all(Adapter const& adapter, SafetensorsFile cons
   return out;
 }
 
+/// The base model's table of this name in a file, `[vocab, hidden]`; none when the file has no such tensor.
+std::optional<HostTensor> find_table(SafetensorsFile const& file, std::string_view name,
+                                     ModelShape const& shape) {
+  for (TensorInfo const& tensor : file.tensors()) {
+    std::string const path = "." + tensor.name;
+    bool const named = path.find("." + std::string(name) + ".") != std::string::npos;
+    if (!named || !path.ends_with(".weight")) continue;
+    if (tensor.shape != std::vector<std::int64_t>{shape.vocab(), shape.hidden()}) continue;
+    auto table = file.read(tensor.name);
+    if (table) return std::move(*table);
+  }
+  return std::nullopt;
+}
+
+/// Builds an adapter's token rows against a base model's tables, in the type that the embedding has there.
+template <Element T>
+Result<Adapter> build_against(Adapter const& adapter, ModelShape const& shape,
+                              std::optional<HostTensor> const& embedding,
+                              std::optional<HostTensor> const& head) {
+  std::vector<T> rounded[2];
+  std::optional<HostServedTable<T>> served[2];
+  int i = 0;
+  for (auto const* const table : {&embedding, &head}) {
+    if (*table) {
+      rounded[i].resize((*table)->bytes.size() / element_bytes((*table)->type));
+      auto const counts = convert<T>(**table, std::span<T>(rounded[i]));
+      if (!counts) return cuda::std::unexpected<Error>(counts.error());
+      served[i].emplace(rounded[i].data(), shape.hidden());
+    }
+    ++i;
+  }
+  ServedTables<HostServedTable<T>> const tables{served[0] ? &*served[0] : nullptr,
+                                                served[1] ? &*served[1] : nullptr};
+  return build_overlay(adapter, shape, tables);
+}
+
+/// Builds the token rows as a server would; `base_path` is a file with the base model's tables, or empty.
+void build_rows(Report& report, Adapter const& adapter, ModelShape const& shape,
+                std::string const& base_path) {
+  if (adapter.raw_overlay.empty()) return;
+  std::optional<HostTensor> embedding, head;
+  if (!base_path.empty()) {
+    auto const file = SafetensorsFile::open(base_path);
+    if (!file) {
+      report.refusals.push_back(file.error().message);
+      return;
+    }
+    embedding = find_table(*file, "embed_tokens", shape);
+    head = shape.tied_head() ? std::nullopt : find_table(*file, "lm_head", shape);
+    for (auto const* const table : {&embedding, &head}) {
+      if (*table) report.tables.push_back((*table)->name);
+    }
+  }
+  ElementType const type = embedding ? embedding->type : head ? head->type : ElementType::f32;
+  auto const built = type == ElementType::f32 ? build_against<float>(adapter, shape, embedding, head)
+                     : type == ElementType::f16
+                         ? build_against<__half>(adapter, shape, embedding, head)
+                         : build_against<__nv_bfloat16>(adapter, shape, embedding, head);
+  if (!built) {
+    report.refusals.push_back(built.error().message);
+  } else {
+    report.overlay = built->overlay;
+  }
+}
+
 Report inspect(std::string const& directory, std::string const& model, ModelShape const& shape,
-               std::string const& expected_path) {
+               std::string const& expected_path, std::string const& base_path) {
   Report report{directory, model};
   auto adapter = load_adapter(directory, shape);
   if (!adapter) {
@@ -152,13 +220,13 @@ Report inspect(std::string const& directory, std::string const& model, ModelShap
     return report;
   }
   for (auto const& [list, part] :
-       {std::pair(&adapter->experts, "experts"), std::pair(&adapter->router, "a router"),
-        std::pair(&adapter->overlay, "token rows")}) {
+       {std::pair(&adapter->experts, "experts"), std::pair(&adapter->router, "a router")}) {
     for (HostTensor const& tensor : *list) {
       report.refusals.push_back("tensor '" + detail::printable(tensor.name) + "': belongs to " + part +
                                 ", which a pool does not serve");
     }
   }
+  build_rows(report, *adapter, shape, base_path);
   if (!expected_path.empty()) {
     auto const expected = SafetensorsFile::open(expected_path);
     if (expected) {
@@ -185,6 +253,29 @@ std::string layer_name(Site site, ModelShape const& shape) {
   return site.layer == model_wide ? name : "layer " + std::to_string(site.layer) + " " + name;
 }
 
+/// "3 rows (F32): 3, 7, 319", at most eight of them by name.
+std::string rows_text(OverrideRows const& own) {
+  if (own.empty()) return "none";
+  std::string text = std::to_string(own.ids.size()) + (own.ids.size() == 1 ? " row (" : " rows (") +
+                     to_string(own.rows.type) + "):";
+  for (std::size_t i = 0; i < own.ids.size() && i < 8; ++i) {
+    text += (i == 0 ? " " : ", ") + std::to_string(own.ids[i]);
+  }
+  return own.ids.size() > 8 ? text + ", ..." : text;
+}
+
+void print_rows(Report const& report) {
+  if (!report.overlay) return;
+  std::string against;
+  for (std::string const& table : report.tables) against += (against.empty() ? "" : " and ") + table;
+  std::printf("  token rows, %s\n", against.empty()
+                                        ? "without the base model's tables to compare with"
+                                        : ("compared with " + detail::printable(against)).c_str());
+  std::printf("    embedding: %s\n", rows_text(report.overlay->embedding).c_str());
+  std::printf("    head: %s\n", report.overlay->head_is_embedding ? "is the embedding, and takes its rows"
+                                                                  : rows_text(report.overlay->head).c_str());
+}
+
 void print_text(Report const& report, ModelShape const& shape) {
   std::printf("%s on %s\n", report.directory.c_str(), report.model.c_str());
   if (report.adapter) {
@@ -199,6 +290,7 @@ void print_text(Report const& report, ModelShape const& shape) {
     }
     for (std::string const& warning : adapter.warnings) std::printf("  warning: %s\n", warning.c_str());
   }
+  print_rows(report);
   for (std::string const& refusal : report.refusals) std::printf("  refused: %s\n", refusal.c_str());
   for (Comparison const& c : report.comparisons) {
     std::string const module = detail::printable(c.module);
@@ -232,6 +324,12 @@ void print_json(Report const& report, ModelShape const& shape) {
     }
     out["warnings"] = adapter.warnings;
   }
+  if (report.overlay) {
+    out["token_rows"] = {{"tables", report.tables},
+                         {"embedding", report.overlay->embedding.ids},
+                         {"head", report.overlay->head.ids},
+                         {"head_is_embedding", report.overlay->head_is_embedding}};
+  }
   out["refusals"] = report.refusals;
   out["comparisons"] = nlohmann::ordered_json::array();
   for (Comparison const& c : report.comparisons) {
@@ -250,7 +348,7 @@ void print_json(Report const& report, ModelShape const& shape) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string directory, model, expected;
+  std::string directory, model, expected, base;
   bool json = false;
   CLI::App app{"Says what a PEFT adapter holds and whether it can be served on a model."};
   app.add_option("DIR", directory, "folder with adapter_config.json and adapter_model.safetensors")
@@ -258,6 +356,9 @@ int main(int argc, char** argv) {
   app.add_option("--model", model, "the base model's config.json (default: the one in DIR)");
   app.add_option("--expected", expected,
                  "safetensors file with MODULE|x and PEFT's MODULE|delta, to compare our deltas with");
+  app.add_option(
+      "--base", base,
+      "safetensors file with the base model's embed_tokens and lm_head, to compare token rows with");
   app.add_flag("--json", json, "print one JSON object");
   try {
     app.parse(argc, argv);
@@ -273,7 +374,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", shape.error().message.c_str());
     return 2;
   }
-  Report const report = inspect(directory, model, *shape, expected);
+  Report const report = inspect(directory, model, *shape, expected, base);
   json ? print_json(report, *shape) : print_text(report, *shape);
   return report.held() ? 0 : 1;
 }
