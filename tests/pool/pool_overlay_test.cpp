@@ -246,6 +246,18 @@ TEST_CASE("adapters that nobody reads give way to rows that need their room, and
   CHECK(pool.names() == std::vector<std::string>{"a", "c"});
 }
 
+TEST_CASE("new rows of a name do not evict its old ones, which stay when there is no room for both") {
+  auto pool = overlay_pool({.max_slots = 2, .max_rank = 8, .overlay_bytes = 512});
+  Adapter const old = overlaid(1, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, {});
+  load(pool, "a", old);
+  step(pool);
+  CHECK(code(pool.load("a", overlaid(2, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}, {}))) ==
+        Errc::overlay_memory_busy);
+  step(pool);
+  check_cell(pool, acquire(pool, "a").slot(), old, 1);
+  CHECK(pool.snapshot().spare == 2);  // of three places one is held; what was taken is spare again
+}
+
 TEST_CASE("rows go through staging in parts of any size, and a cancelled load leaves no trace") {
   ModelDescription d;
   d.num_layers = 1;

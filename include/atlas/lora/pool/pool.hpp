@@ -81,12 +81,12 @@ class AdapterPool {
   // --- the life of an adapter
 
   /// Packs `adapter` and stages it under `name`, in its own slot when nobody reads that, else in an empty or
-  /// idle one; an adapter that has to give way leaves now. Two loads pack at one time and further ones wait;
-  /// nothing else waits for them. The same content under the same name is not loaded again. The host waits
-  /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter`,
-  /// `detail::check_overlay` and `convert` say of the adapter; a name that is not `valid_name`; `cancelled`
-  /// by `options.stop`; retryable `pool_full`, `spare_busy` and `overlay_memory_busy`; `out_of_memory` when
-  /// all pinned slots are taken; the backend's.
+  /// idle one; an adapter that has to give way leaves now (for the room of token rows, before they are
+  /// packed). Two loads pack at one time and further ones wait; nothing else waits for them. The same content
+  /// under the same name is not loaded again. The host waits for its copies, on streams of the pool's own.
+  /// Errors: what `detail::check_adapter`, `detail::check_overlay` and `convert` say of the adapter; a name
+  /// that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full`, `spare_busy` and
+  /// `overlay_memory_busy`; `out_of_memory` when all pinned slots are taken; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
     auto staged = try_load(name, adapter, options);
@@ -186,14 +186,7 @@ class AdapterPool {
   [[nodiscard]] Result<OverlayTable<T>> overlay() const {
     if (options().overlay_bytes == 0)
       return fail(Errc::not_found, "the pool was made without token overlays");
-    std::size_t const row = static_cast<std::size_t>(shape().hidden()) * sizeof(T);
-    auto const rows = std::min(static_cast<std::size_t>(shape().vocab()), options().overlay_bytes / row);
-    return OverlayTable<T>{state_->overlay_record(0),
-                           static_cast<std::int64_t>(state_->memory.record_bytes),
-                           max_slots(),
-                           static_cast<std::int32_t>(rows),
-                           shape().vocab(),
-                           shape().hidden()};
+    return state_->overlay_table();
   }
 
   /// The key that `name` finds. Error: `not_found` when it is not published.
@@ -292,15 +285,7 @@ class AdapterPool {
       return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
                                               " bytes without control bytes needed");
     }
-    auto const checked = detail::check_adapter(name, adapter, shape(), layout().max_rank(),
-                                               state_->options.biases, options.leave_out_unserved);
-    auto const rows_checked = detail::check_overlay(name, adapter, shape(), state_->options.overlay_bytes,
-                                                    sizeof(T), options.leave_out_unserved);
-    if (!checked && !rows_checked) {
-      return fail(checked.error().code, checked.error().message + '\n' + rows_checked.error().message);
-    }
-    if (!checked) return forward_error(checked);
-    if (!rows_checked) return forward_error(rows_checked);
+    if (auto const checked = state_->check(name, adapter, options); !checked) return forward_error(checked);
     std::size_t const overlay_bytes = state_->overlay_bytes(adapter);
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
@@ -317,10 +302,7 @@ class AdapterPool {
         return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
       }
       place = *spare;
-      if (auto const room = state_->make_room(place, overlay_bytes); !room) {
-        ledger().give_back_place(place);
-        return fail(room.error().code, detail::SlotLedger::quoted(name) + ": " + room.error().message);
-      }
+      if (auto const room = state_->make_room(name, place, overlay_bytes); !room) return forward_error(room);
       overlay_offset = state_->overlays.offset(place);
       ++ledger().loading;
     }

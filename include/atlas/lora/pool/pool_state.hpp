@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "atlas/lora/adapter/adapter.hpp"
@@ -78,14 +79,33 @@ class PoolState {
     return reinterpret_cast<RouteCell<T>*>(device_ + memory.records_offset + slot * memory.record_bytes);
   }
 
-  /// The overlay cell of `slot` in device memory, in a pool with token overlays.
-  [[nodiscard]] OverlayCell<T>* overlay_record(std::size_t slot) const noexcept {
-    return overlay_cell_of(device_ + memory.records_offset + slot * memory.record_bytes);
+  /// The table of the slots' overlay cells, in a pool with token overlays.
+  [[nodiscard]] OverlayTable<T> overlay_table() const noexcept {
+    std::size_t const row = static_cast<std::size_t>(shape.hidden()) * sizeof(T);
+    auto const rows = std::min(static_cast<std::size_t>(shape.vocab()), options.overlay_bytes / row);
+    return OverlayTable<T>{overlay_cell_of(device_ + memory.records_offset),
+                           static_cast<std::int64_t>(memory.record_bytes),
+                           options.max_slots,
+                           static_cast<std::int32_t>(rows),
+                           shape.vocab(),
+                           shape.hidden()};
   }
 
-  /// Gives `place` room for an adapter's token rows, after evicting adapters that nobody reads until they
-  /// fit. Errors: retryable `overlay_memory_busy`. The ledger's mutex is held.
-  [[nodiscard]] Result<void> make_room(std::int32_t place, std::size_t bytes) {
+  /// Whether the pool can hold an adapter: what `check_adapter` and `check_overlay` say, all at once.
+  [[nodiscard]] Result<void> check(std::string_view name, Adapter const& adapter,
+                                   StageOptions const& how) const {
+    auto const pairs =
+        check_adapter(name, adapter, shape, memory.layout.max_rank(), options.biases, how.leave_out_unserved);
+    auto const rows =
+        check_overlay(name, adapter, shape, options.overlay_bytes, sizeof(T), how.leave_out_unserved);
+    if (pairs || rows) return pairs ? rows : pairs;
+    return fail(pairs.error().code, pairs.error().message + '\n' + rows.error().message);
+  }
+
+  /// Gives `place`, which was taken for `name`, room for its token rows, after evicting adapters that nobody
+  /// reads until they fit, but not what the name has now: that stays should the load fail. Errors: retryable
+  /// `overlay_memory_busy`, and the place is spare again. The ledger's mutex is held.
+  [[nodiscard]] Result<void> make_room(std::string_view name, std::int32_t place, std::size_t bytes) {
     auto const is_spare = [&](std::int32_t other) { return ledger->is_spare(other); };
     for (;;) {
       if (overlays.take(place, bytes, is_spare)) return {};
@@ -93,7 +113,7 @@ class PoolState {
       std::int32_t oldest = base_slot;
       for (std::int32_t i = options.pinned; ledger->contains(i); ++i) {
         Slot const& slot = ledger->at(i);
-        if (slot.staged || !ledger->view(i).idle) continue;
+        if (slot.staged || !ledger->view(i).idle || slot.tenant->name == name) continue;
         idle[static_cast<std::size_t>(slot.tenant->place)] = true;
         if (oldest == base_slot || slot.last_use < ledger->at(oldest).last_use) oldest = i;
       }
@@ -101,8 +121,10 @@ class PoolState {
         return is_spare(other) || idle[static_cast<std::size_t>(other)];
       });
       if (!helps) {
-        return fail(Errc::overlay_memory_busy,
-                    "token rows of " + std::to_string(bytes) + " bytes do not fit beside those in use");
+        ledger->give_back_place(place);
+        return fail(Errc::overlay_memory_busy, SlotLedger::quoted(name) + ": token rows of " +
+                                                   std::to_string(bytes) +
+                                                   " bytes do not fit beside those in use");
       }
       ledger->evict(oldest);
     }
