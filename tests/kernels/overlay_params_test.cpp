@@ -50,10 +50,10 @@ TEST_CASE("the items of the head's product cover every override and row exactly 
   }
 }
 
-TEST_CASE("a spread item is as small as gives every team one, and about square where batch rows are many") {
+TEST_CASE("a spread item is as small as gives every team one, and shares weights where batch rows are many") {
   CHECK(head_work(300, 1, 1, 33, 64) == HeadWork{16, 8, 19, 1, false});  // 19 tiles for 33 teams
   CHECK(head_work(300, 16, 1, 33, 64) == HeadWork{16, 16, 19, 1, false});
-  CHECK(head_work(300, 64, 1, 33, 64) == HeadWork{32, 32, 10, 2, false});
+  CHECK(head_work(300, 64, 1, 33, 64) == HeadWork{64, 16, 5, 4, false});
   CHECK(head_work(300, 1, 64, 33, 64) == HeadWork{128, 8, 3, 1, false});  // many groups: large items
   CHECK(head_work(300, 12, 64, 33, 64) == HeadWork{64, 16, 5, 1, false});
   CHECK(head_work(3, 1, 1, 33, 64) == HeadWork{16, 8, 1, 1, false});

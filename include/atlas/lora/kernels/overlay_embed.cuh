@@ -35,9 +35,16 @@ bool usable(OverlayTable<T> const& table) noexcept {
          table.vocab >= 0 && table.vocab < (std::int64_t{1} << 31);
 }
 
-/// Copies `count` elements, by 16 bytes where both sides allow it. The whole block calls it.
+/// Waits for what the launch depends on, once.
+__device__ inline void enter_once(bool& entered) {
+  if (!entered) enter();
+  entered = true;
+}
+
+/// Copies `count` elements, by 16 bytes where both sides allow it. The whole block calls it. `from` is read
+/// before what the launch depends on is waited for, `to` is written after.
 template <Element T>
-__device__ inline void copy_row(T* to, T const* from, std::int64_t count) {
+__device__ inline void copy_row(T* to, T const* from, std::int64_t count, bool& entered) {
   int const thread = static_cast<int>(threadIdx.x);
   auto const addresses = reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from);
   if (addresses % 16 == 0 && count * static_cast<std::int64_t>(sizeof(T)) % 16 == 0) {
@@ -51,12 +58,14 @@ __device__ inline void copy_row(T* to, T const* from, std::int64_t count) {
       for (int i = 0; i < ahead; ++i) {
         if (first + i * embed_threads < vectors) value[i] = source[first + i * embed_threads];
       }
+      enter_once(entered);
 #pragma unroll
       for (int i = 0; i < ahead; ++i) {
         if (first + i * embed_threads < vectors) target[first + i * embed_threads] = value[i];
       }
     }
   } else {
+    enter_once(entered);
     for (std::int64_t i = thread; i < count; i += embed_threads) to[i] = from[i];
   }
 }
@@ -69,18 +78,15 @@ __global__ void __launch_bounds__(Threads)
   for (auto row = static_cast<std::int32_t>(blockIdx.x); row < p.rows;
        row += static_cast<std::int32_t>(gridDim.x)) {
     std::int32_t const slot = p.row_slots[row];
-    if (slot < 0 || slot >= p.table.max_slots) continue;
+    std::int32_t const token = p.tokens[row];
+    if (slot < 0 || slot >= p.table.max_slots || token < 0 || token >= p.table.vocab) continue;
     OverlayCell<T> const cell = *p.table.cell(slot);
     if (!cell.embeds()) continue;
-    if (!entered) enter();
-    entered = true;
-    std::int32_t const token = p.tokens[row];
-    if (token < 0 || token >= p.table.vocab) continue;
     std::int32_t const own = cell.slot_map[token];
     if (own < 0 || own >= cell.embed_count) continue;
-    copy_row(p.h + row * p.h_row_stride, cell.embed_rows + own * p.table.hidden, p.table.hidden);
+    copy_row(p.h + row * p.h_row_stride, cell.embed_rows + own * p.table.hidden, p.table.hidden, entered);
   }
-  if (!entered) enter();
+  enter_once(entered);
 }
 
 }  // namespace detail

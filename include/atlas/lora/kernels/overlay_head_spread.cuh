@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
 // The head's recompute where overrides are few: a team of blocks, a cluster where there are any, takes an
-// item, its warps take segments of k of the item's tiles, and the segment sums meet in the shared memory of
+// item, its warps take segments of k of its tiles, and the segment sums meet in the shared memory of
 // the block that folds a tile. What an item reads is under way at once.
 #pragma once
 
@@ -28,28 +28,32 @@ inline constexpr int folded_tiles = most_spread_tiles / Cluster;
 template <int Cluster>
 inline constexpr int spread_buffer = max_segments* folded_tiles<Cluster>* warp_threads;
 
-/// One tile's operands, as this lane reads them.
-template <Element T>
-struct HeadTile {
-  T const* weights;  ///< weight row `group()` of the tile, or some row where that is not there
-  T const* x;        ///< batch row `group()`
+/// Tiles of the same weights, `Down` along the batch rows, as this lane reads them.
+template <int Down, Element T>
+struct HeadTiles {
+  T const* weights;  ///< weight row `group()` of the tiles, or some row where that is not there
+  T const* x[Down];  ///< batch row `group()` of each tile
   std::int64_t hidden;
-  bool low, high, batch;  ///< whether weight rows `group()`, `group() + 8` and the batch row are there
+  bool low, high;  ///< whether weight rows `group()` and `group() + 8` are there
+  bool batch[Down];
 };
 
-template <Element T, Element Y>
-__device__ inline HeadTile<T> head_tile(HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of,
-                                        std::int32_t first_override, std::int32_t first_row) {
-  std::int64_t const hidden = p.params.table.hidden;
+template <int Down, Element T, Element Y>
+__device__ inline HeadTiles<Down, T> head_tiles(HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of,
+                                                std::int32_t first_override, std::int32_t first_row) {
+  HeadTiles<Down, T> tiles;
+  tiles.hidden = p.params.table.hidden;
   std::int32_t const j = first_override + group();
-  std::int32_t const row = head_row(p, group_of, first_row + group());
-  bool const low = j < group_of.overrides;
-  return HeadTile<T>{group_of.weights + (low ? j : 0) * hidden,
-                     p.params.x + row * p.params.x_row_stride,
-                     hidden,
-                     low,
-                     j + tile_batch_rows < group_of.overrides,
-                     row >= 0};
+  tiles.low = j < group_of.overrides;
+  tiles.high = j + tile_batch_rows < group_of.overrides;
+  tiles.weights = group_of.weights + (tiles.low ? j : 0) * tiles.hidden;
+#pragma unroll
+  for (int t = 0; t < Down; ++t) {
+    std::int32_t const row = head_row(p, group_of, first_row + t * tile_batch_rows + group());
+    tiles.x[t] = p.params.x + row * p.params.x_row_stride;
+    tiles.batch[t] = row >= 0;
+  }
+  return tiles;
 }
 
 /// Blocks of k whose weights a warp has under way together. They wait in shared memory, each pack where its
@@ -105,76 +109,95 @@ class WaitingWeights {
   Pack<T> high_[shared ? 1 : ahead];
 };
 
-/// The sum of one segment of one tile: the accumulator of this lane. Weights are asked for before what the
-/// launch depends on is waited for, x after. `waiting` is the warp's shared memory.
-template <bool Wide, int Cluster, Element T>
-__device__ float4 multiply_segment(HeadTile<T> const& tile, BlockRange blocks, std::int32_t chunk_blocks,
-                                   Pack<T>* waiting, bool& entered) {
+/// The sums of one segment of some tiles: `total[t]` is this lane's accumulator of tile t. Weights are asked
+/// for before what the launch depends on is waited for, x after. `waiting` is the warp's shared memory.
+template <bool Wide, int Cluster, int Down, Element T>
+__device__ void multiply_segment(HeadTiles<Down, T> const& tiles, BlockRange blocks,
+                                 std::int32_t chunk_blocks, Pack<T>* waiting, float4 (&total)[Down],
+                                 bool& entered) {
   WaitingWeights<Wide, Cluster, T> weights(waiting);
   constexpr int ahead = weights.ahead;
-  Accumulator<T> chunk;
-  float4 total{};
+  constexpr int x_ahead = ahead > Down ? ahead / Down : 1;  // x waits in registers
+  Accumulator<T> chunk[Down];
   bool first = true;
   std::int32_t left = chunk_blocks;
   for (std::int32_t block = blocks.first; block < blocks.last; block += ahead) {
 #pragma unroll
     for (int i = 0; i < ahead; ++i) {
-      std::int64_t const k = block + i < blocks.last ? k_of(block + i, quad(), 0) : tile.hidden;
-      bool const low = tile.low && k < tile.hidden;
-      bool const high = tile.high && k < tile.hidden;
-      weights.ask(i, tile.weights + (low ? k : 0), low ? tile.hidden - k : 0,
-                  tile.weights + (high ? tile_batch_rows * tile.hidden + k : 0), high ? tile.hidden - k : 0);
+      std::int64_t const k = block + i < blocks.last ? k_of(block + i, quad(), 0) : tiles.hidden;
+      bool const low = tiles.low && k < tiles.hidden;
+      bool const high = tiles.high && k < tiles.hidden;
+      weights.ask(i, tiles.weights + (low ? k : 0), low ? tiles.hidden - k : 0,
+                  tiles.weights + (high ? tile_batch_rows * tiles.hidden + k : 0),
+                  high ? tiles.hidden - k : 0);
     }
     weights.asked();
     if (!entered) enter();
     entered = true;
-    Pack<T> x[ahead];
 #pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      std::int64_t const k = k_of(block + i, quad(), 0);
-      x[i] = load_operand<Wide>(tile.x + k, block + i < blocks.last && tile.batch ? tile.hidden - k : 0);
-    }
-    weights.wait();
+    for (int part = 0; part < ahead; part += x_ahead) {
+      Pack<T> x[Down][x_ahead];
 #pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      if (block + i >= blocks.last) continue;
-      chunk.add(weights.low(i), weights.high(i), x[i]);
-      if (--left > 0 && block + i + 1 < blocks.last) continue;
-      float4 const sum = chunk.finish();
-      total = first ? sum : add_rn(total, sum);
-      first = false;
-      chunk = Accumulator<T>();
-      left = chunk_blocks;
+      for (int t = 0; t < Down; ++t) {
+#pragma unroll
+        for (int i = 0; i < x_ahead; ++i) {
+          std::int64_t const k = k_of(block + part + i, quad(), 0);
+          bool const there = block + part + i < blocks.last && tiles.batch[t];
+          x[t][i] = load_operand<Wide>(tiles.x[t] + k, there ? tiles.hidden - k : 0);
+        }
+      }
+      if (part == 0) weights.wait();
+#pragma unroll
+      for (int i = 0; i < x_ahead; ++i) {
+        std::int32_t const here = block + part + i;
+        if (here >= blocks.last) continue;
+        Pack<T> const low = weights.low(part + i);
+        Pack<T> const high = weights.high(part + i);
+#pragma unroll
+        for (int t = 0; t < Down; ++t) chunk[t].add(low, high, x[t][i]);
+        if (--left > 0 && here + 1 < blocks.last) continue;
+#pragma unroll
+        for (int t = 0; t < Down; ++t) {
+          float4 const sum = chunk[t].finish();
+          total[t] = first ? sum : add_rn(total[t], sum);
+          chunk[t] = Accumulator<T>();
+        }
+        first = false;
+        left = chunk_blocks;
+      }
     }
   }
-  return total;
 }
 
-/// Writes what an item's warps multiply to the blocks that fold it.
-template <bool Wide, int Cluster, Element T, Element Y>
+/// Writes what an item's warps multiply to the blocks that fold it. Tile `m + across * t` is the t-th along
+/// the batch rows.
+template <bool Wide, int Cluster, int Down, Element T, Element Y>
 __device__ void multiply_item(HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of,
                               std::int32_t first_override, std::int32_t first_row, int block, float4* buffer,
                               Pack<T>* waiting, bool& entered) {
   Contraction const cut(p.params.table.hidden);
   Share const segments = share_of(cut.segments(), Cluster, block);
   int const across = group_of.work.item_overrides / head_tile_overrides;
-  int const tiles = across * (group_of.work.item_rows / head_tile_rows);
   int const warp = static_cast<int>(threadIdx.x) / warp_threads;
-  for (int task = warp; task < segments.size() * tiles; task += head_warps) {
-    int const tile = task % tiles;
-    std::int32_t const j = first_override + tile % across * head_tile_overrides;
-    std::int32_t const row = first_row + tile / across * head_tile_rows;
-    if (j >= group_of.overrides || row >= group_of.rows) continue;
-    std::int32_t const segment = segments.first + task / tiles;
-    float4 const sum = multiply_segment<Wide, Cluster>(head_tile(p, group_of, j, row), cut.segment(segment),
-                                                       cut.chunk_blocks(),
-                                                       waiting + warp * waiting_packs<Cluster, T>, entered);
-    float4* const place =
-        buffer + (segment * folded_tiles<Cluster> + tile / Cluster) * warp_threads + lane_index();
-    if constexpr (Cluster == 1) {
-      *place = sum;
-    } else {
-      store_to_block(place, static_cast<std::uint32_t>(tile % Cluster), sum);
+  for (int task = warp; task < segments.size() * across; task += head_warps) {
+    int const m = task % across;
+    std::int32_t const j = first_override + m * head_tile_overrides;
+    if (j >= group_of.overrides) continue;
+    std::int32_t const segment = segments.first + task / across;
+    float4 sum[Down];
+    multiply_segment<Wide, Cluster>(head_tiles<Down>(p, group_of, j, first_row), cut.segment(segment),
+                                    cut.chunk_blocks(), waiting + warp * waiting_packs<Cluster, T>, sum,
+                                    entered);
+#pragma unroll
+    for (int t = 0; t < Down; ++t) {
+      int const tile = m + across * t;
+      float4* const place =
+          buffer + (segment * folded_tiles<Cluster> + tile / Cluster) * warp_threads + lane_index();
+      if constexpr (Cluster == 1) {
+        *place = sum[t];
+      } else {
+        store_to_block(place, static_cast<std::uint32_t>(tile % Cluster), sum[t]);
+      }
     }
   }
 }
@@ -188,10 +211,19 @@ __device__ void spread_item(HeadOperands<T, Y> const& p, HeadGroup<T> const& gro
   std::int32_t const first_override = group_of.work.first_override(index);
   std::int32_t const first_row = group_of.work.first_row(index);
   float4* const buffer = buffers + parity * spread_buffer<Cluster>;
-  if (group_of.wide != 0) {
-    multiply_item<true, Cluster>(p, group_of, first_override, first_row, block, buffer, waiting, entered);
+  auto const multiply = [&]<bool Wide, int Down>() {
+    multiply_item<Wide, Cluster, Down>(p, group_of, first_override, first_row, block, buffer, waiting,
+                                       entered);
+  };
+  bool const two = group_of.work.item_rows > head_tile_rows;
+  if (group_of.wide != 0 && two) {
+    multiply.template operator()<true, 2>();
+  } else if (group_of.wide != 0) {
+    multiply.template operator()<true, 1>();
+  } else if (two) {
+    multiply.template operator()<false, 2>();
   } else {
-    multiply_item<false, Cluster>(p, group_of, first_override, first_row, block, buffer, waiting, entered);
+    multiply.template operator()<false, 1>();
   }
   // The tile that this warp folds; where it goes is found while others still multiply.
   int const across = group_of.work.item_overrides / head_tile_overrides;

@@ -58,6 +58,8 @@ struct HeadStream {
   __device__ void load_weights(int index) const {
     Pack<T>* const to = stage(index);
     std::int64_t const hidden = p.params.table.hidden;
+    // The sums take the registers that more addresses, or packs gathered by elements, would need.
+#pragma unroll(Wide ? 4 : 1)
     for (int i = static_cast<int>(threadIdx.x); i < stage_weights; i += head_warps * warp_threads) {
       int const pack = i % stage_packs;
       int const row = i / stage_packs;
@@ -72,6 +74,7 @@ struct HeadStream {
   __device__ void load_x(int index) const {
     Pack<T>* const to = stage(index) + stage_weights;
     std::int64_t const hidden = p.params.table.hidden;
+#pragma unroll(Wide ? 2 : 1)
     for (int i = static_cast<int>(threadIdx.x); i < tiles * tile_batch_rows * stage_packs;
          i += head_warps * warp_threads) {
       int const pack = i % stage_packs;
@@ -100,8 +103,8 @@ struct HeadStream {
     float4 segment[stream_tiles<T>];
     std::int32_t chunk_end = cut.chunk(0, 0).last;
     std::int32_t segment_end = cut.segment(0).last;
-    bool first_chunk = true;
-    bool first_segment = true;
+    clear(segment);
+    clear(sum);
     for (int s = 0; s < stages; ++s) {
       wait_copies<stages_in_ring - 2>();
       __syncthreads();  // the stage is there for all, and all are done with the one that is filled next
@@ -116,11 +119,10 @@ struct HeadStream {
         if (block >= cut.blocks()) break;
         add_block(s, b, chunk);
         if (block + 1 < chunk_end) continue;
-        fold_chunk(chunk, segment, first_chunk);
+        fold_chunk(chunk, segment);
         chunk_end = min(chunk_end + cut.chunk_blocks(), segment_end);
         if (block + 1 < segment_end) continue;
-        fold(segment, sum, first_segment);
-        first_chunk = true;
+        fold_segment(segment, sum);
         chunk_end = segment_end + cut.chunk_blocks();
         segment_end = min(segment_end + cut.segment_blocks(), cut.blocks());
         chunk_end = min(chunk_end, segment_end);
@@ -143,21 +145,23 @@ struct HeadStream {
       }
     }
   }
-  __device__ void fold_chunk(Accumulator<T> (&chunk)[stream_tiles<T>], float4 (&segment)[stream_tiles<T>],
-                             bool& first) const {
+  // A fold starts from its first member: -0 leaves whatever is added to it as it is.
+  __device__ static void clear(float4 (&fold)[stream_tiles<T>]) {
+#pragma unroll
+    for (int t = 0; t < stream_tiles<T>; ++t) fold[t] = make_float4(-0.0F, -0.0F, -0.0F, -0.0F);
+  }
+  __device__ static void fold_chunk(Accumulator<T> (&chunk)[stream_tiles<T>],
+                                    float4 (&segment)[stream_tiles<T>]) {
 #pragma unroll
     for (int t = 0; t < stream_tiles<T>; ++t) {
-      float4 const sum = chunk[t].finish();
-      segment[t] = first ? sum : add_rn(segment[t], sum);
+      segment[t] = add_rn(segment[t], chunk[t].finish());
       chunk[t] = Accumulator<T>();
     }
-    first = false;
   }
-  __device__ void fold(float4 const (&segment)[stream_tiles<T>], float4 (&sum)[stream_tiles<T>],
-                       bool& first) const {
+  __device__ static void fold_segment(float4 (&segment)[stream_tiles<T>], float4 (&sum)[stream_tiles<T>]) {
 #pragma unroll
-    for (int t = 0; t < stream_tiles<T>; ++t) sum[t] = first ? segment[t] : add_rn(sum[t], segment[t]);
-    first = false;
+    for (int t = 0; t < stream_tiles<T>; ++t) sum[t] = add_rn(sum[t], segment[t]);
+    clear(segment);
   }
 };
 

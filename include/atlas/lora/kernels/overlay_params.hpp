@@ -26,15 +26,16 @@ struct OverlayEmbedParams {
   std::int32_t const* tokens = nullptr;     ///< `[rows]`, device
   std::int32_t const* row_slots = nullptr;  ///< `[rows]`, device; negative is base. A plan's, for one
   OverlayTable<T> table{};                  ///< by value; its cells are device memory
-  /// Promises that row slots and cells are settled before this launch's dependencies, as
-  /// `DeltaParams::inputs_settled`. Tokens need not be.
+  /// Promises that tokens, row slots and cells are settled before this launch's dependencies, as
+  /// `DeltaParams::inputs_settled`: the gather that comes before it is enough where it is launched in full,
+  /// or waits before it triggers. h need not be.
   bool inputs_settled = false;
 };
 
 /// `logits[row, id] = Y(sum_k x[row, k] * the slot's own head row of id)` for every id that the row's slot
-/// overrides: written, not added. Goes right after the head's product, before anything caps or reads the
-/// logits. Sums are in f32 in the order of contraction.hpp over `table.hidden` and are rounded once. Other
-/// logits, and pads beyond the vocabulary, keep their bytes.
+/// overrides: written, not added. Goes right after the head's product, before the delta of the head, if there
+/// is one, and before anything caps or reads the logits. Sums are in f32 in the order of contraction.hpp over
+/// `table.hidden` and are rounded once. Other logits, and pads beyond the vocabulary, keep their bytes.
 template <Element T, Element Y = T>
 struct OverlayHeadParams {
   T const* x = nullptr;                ///< `[rows, table.hidden]`, device, element-aligned
@@ -59,6 +60,8 @@ inline constexpr std::int32_t head_tile_overrides = 16;
 inline constexpr std::int32_t head_tile_rows = 8;
 /// Most tiles of an item whose k is spread over a team's warps.
 inline constexpr std::int32_t most_spread_tiles = 8;
+/// Most of them along the batch rows.
+inline constexpr std::int32_t most_down_tiles = 2;
 /// Override rows of an item that streams: a tile a warp.
 inline constexpr std::int32_t stream_overrides = head_warps * head_tile_overrides;
 
@@ -100,8 +103,8 @@ struct HeadWork {
 }
 
 /// The work of one of `groups` groups for `teams` teams. A spread item has as few tiles as give each team one
-/// item, and where batch rows are many it is about square, so that least is read. `stream_rows` are the batch
-/// rows of a streamed item.
+/// item, and up to two along the batch rows, which a warp multiplies with one read of the weights.
+/// `stream_rows` are the batch rows of a streamed item.
 [[nodiscard]] ATLAS_HD constexpr HeadWork head_work(std::int32_t overrides, std::int32_t rows,
                                                     std::int32_t groups, std::int32_t teams,
                                                     std::int32_t stream_rows) noexcept {
@@ -109,8 +112,7 @@ struct HeadWork {
   if (streams(overrides, rows)) return head_items(overrides, rows, stream_overrides, stream_rows, true);
   HeadWork work;
   for (std::int32_t tiles = 1; tiles <= most_spread_tiles; tiles *= 2) {
-    std::int32_t down = 1;  // tiles along the batch rows: up to half of them, rounded up
-    while (down * down < tiles && down * head_tile_rows < rows) down *= 2;
+    std::int32_t const down = tiles > 1 && rows > head_tile_rows ? most_down_tiles : 1;
     work = head_items(overrides, rows, tiles / down * head_tile_overrides, down * head_tile_rows, false);
     if (static_cast<std::int64_t>(work.items()) * groups <= teams) break;
   }
