@@ -304,11 +304,11 @@ TEST_SUITE("gpu") {
   TEST_CASE("pads of the logits keep their bytes, and ids and counts out of range are skipped") {
     using T = __nv_bfloat16;
     OverlayShape const shape{
-        .hidden = 64, .vocab = 49, .embed_counts = {4, 4}, .head_counts = {49, 49}, .logits_pad = 15};
+        .hidden = 64, .vocab = 49159, .embed_counts = {4, 4}, .head_counts = {49, 49}, .logits_pad = 57};
     OverlayBatch<T> const batch(shape, {0, 1, 0});
     DeviceArray<T> const x(std::vector<T>(3 * 64, from_f32<T>(1.0F)));
     // Slot 0 says ids beyond the vocabulary; slot 1 has more rows than the table allows.
-    std::vector<std::int32_t> const bad_ids{48, 49, 63, far_out, -1, -5};
+    std::vector<std::int32_t> const bad_ids{49158, 49159, 49215, far_out, -1, -5};
     DeviceArray<std::int32_t> const ids(bad_ids);
     OverlayCell<T> cells[2] = {batch.slots()[0].device_cell(), batch.slots()[1].device_cell()};
     cells[0].head_ids = ids.data();
@@ -324,18 +324,18 @@ TEST_SUITE("gpu") {
       CUDA_OK(cudaDeviceSynchronize());
       std::vector<T> const got = logits.download();
       for (std::size_t i = 0; i < got.size(); ++i) {
-        bool const written = i == 48 || i == 2 * 64 + 48;
+        bool const written = i == 49158 || i == 2 * 49216 + 49158;
         if (!written && std::memcmp(&got[i], &batch.logits()[i], sizeof(T)) != 0) FAIL("logit " << i);
       }
     }
     // A map that points beyond a slot's rows, and one whose rows are gone.
-    std::vector<std::int32_t> map(49, 4);
+    std::vector<std::int32_t> map(49159, 4);
     DeviceArray<std::int32_t> const bad_map(map);
     cells[0].slot_map = bad_map.data();
     cells[1].embed_rows = nullptr;
     DeviceArray<OverlayCell<T>> const bad_cells(std::vector<OverlayCell<T>>(cells, cells + 2));
     DeviceArray<T> const h(batch.h());
-    DeviceArray<std::int32_t> const tokens(std::vector<std::int32_t>{1, 0, 48});
+    DeviceArray<std::int32_t> const tokens(std::vector<std::int32_t>{1, 0, 49158});
     OverlayEmbedParams<T> embed{h.data(), 64, 3, tokens.data(), batch.plan().row_slots, batch.device_table()};
     embed.table.cells = bad_cells.data();
     CUDA_OK(launch_overlay_embed(embed, overlay_machine<T, T>(), nullptr));

@@ -107,6 +107,21 @@ TEST_CASE("head ids beyond the vocabulary are skipped") {
   CHECK(logits == std::vector<float>(2 * 8, 0.25F));
 }
 
+TEST_CASE("a vocabulary of 49,159 in logits padded to 49,216: pads and ids outside are never touched") {
+  constexpr std::int64_t tokens = 49159, padded = 49216;
+  std::vector<float> const own(hidden, 2.0F), x(hidden, 1.0F);
+  std::vector<std::int32_t> const slots{0};
+  for (std::int32_t const id : {49158, 49159, 49215, -1, far_out}) {
+    OverlayCell<float> const cell{nullptr, nullptr, own.data(), &id, 0, 1};
+    OverlayTable<float> const table{&cell, sizeof cell, 1, 1, tokens, hidden};
+    std::vector<float> logits(padded, 0.25F);
+    reference_head_overlay<float, float>(table, slots, x.data(), hidden, logits.data(), padded);
+    std::vector<float> want(padded, 0.25F);
+    if (id == 49158) want[49158] = 6.0F;
+    CHECK(logits == want);
+  }
+}
+
 TEST_CASE("a logit is summed in the order of contractions") {
   std::int64_t const width = 1000;
   std::vector<float> row(width), x(width);
