@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device.cuh"
+#include "streams.cuh"
 
 #include "atlas/lora/kernels/overlay_embed.cuh"
 #include "atlas/lora/kernels/overlay_head.cuh"
@@ -33,19 +34,6 @@ Machine const& overlay_machine() {
   }();
   return made;
 }
-
-/// A stream of the tests' own.
-class TestStream {
- public:
-  TestStream() { CUDA_OK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~TestStream() { static_cast<void>(cudaStreamDestroy(stream_)); }
-  TestStream(TestStream const&) = delete;
-  TestStream& operator=(TestStream const&) = delete;
-  operator cudaStream_t() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
 
 /// How many rows of its own each slot has, and of what shape everything is.
 struct OverlayShape {

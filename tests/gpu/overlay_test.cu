@@ -258,7 +258,7 @@ TEST_SUITE("gpu") {
                       static_cast<std::size_t>(shape.hidden) * sizeof(T)) != 0);
 
     // One graph of plan, embedding and head, replayed for other rows, slots and cells.
-    TestStream const stream;
+    Stream const stream;
     DeviceArray<T> const h(batch.h());
     DeviceArray<T> const logits(batch.logits());
     DeviceArray<std::int32_t> const device_tokens(tokens);
@@ -341,6 +341,78 @@ TEST_SUITE("gpu") {
     CUDA_OK(launch_overlay_embed(embed, overlay_machine<T, T>(), nullptr));
     CUDA_OK(cudaDeviceSynchronize());
     CHECK(same_bytes(h.download(), batch.h()));
+  }
+
+  TEST_CASE("with inputs settled behind a full edge, h, x and logits may still be written late") {
+    using T = __nv_bfloat16;
+    bool const programmatic = has_clusters(overlay_machine<T, T>().compute);
+    OverlayShape const shape{
+        .hidden = 512, .vocab = 5000, .embed_counts = {40, 5}, .head_counts = {300, 4200}};
+    OverlayBatch<T> const batch(shape, {1, 0, -1, 0, 1, 1});
+    std::vector<std::int32_t> const tokens{0, 0, 0, 125, 0, 1};
+    std::vector<T> const want_h = batch.run_embed(tokens);
+    DeviceArray<T> const good_h(batch.h()), good_logits(batch.logits()), want_x(want_h);
+    DeviceArray<T> const want_logits(batch.logits());
+    DeviceArray<std::int32_t> const device_tokens(tokens);
+    DeviceArray<int> const sink(1);
+    Machine const& machine = overlay_machine<T, T>();
+    CUDA_OK(launch_overlay_head(batch.head_params(want_x, want_logits), machine, nullptr));
+    CUDA_OK(cudaDeviceSynchronize());
+    std::vector<T> const want = want_logits.download();
+    Stream const stream;
+    for (int repeat = 0; repeat < (small_shapes() ? 2 : 50); ++repeat) {
+      for (bool const clusters : {true, false}) {
+        DeviceArray<T> const h(std::vector<T>(batch.h().size(), poison<T>()));
+        DeviceArray<T> const logits(std::vector<T>(batch.logits().size(), poison<T>()));
+        CUDA_OK(cudaDeviceSynchronize());
+        launch_programmatic(copy_kernel<T>, 256, stream, programmatic, h.data(),
+                            static_cast<T const*>(good_h.data()), static_cast<int>(h.size()));
+        launch_programmatic(early_trigger_kernel<int>, 32, stream, programmatic, sink.data());
+        OverlayEmbedParams<T> const embed{h.data(),
+                                          batch.row_stride(),
+                                          6,
+                                          device_tokens.data(),
+                                          batch.plan().row_slots,
+                                          batch.device_table(),
+                                          true};
+        CUDA_OK(launch_overlay_embed(embed, machine, stream));
+        launch_programmatic(copy_kernel<T>, 256, stream, programmatic, logits.data(),
+                            static_cast<T const*>(good_logits.data()), static_cast<int>(logits.size()));
+        launch_programmatic(early_trigger_kernel<int>, 32, stream, programmatic, sink.data());
+        OverlayHeadParams<T> head = batch.head_params(h, logits);
+        head.inputs_settled = true;
+        CUDA_OK(clusters ? launch_overlay_head(head, machine, stream)
+                         : launch_overlay_head_without_clusters(head, machine, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        INFO("repeat " << repeat << (clusters ? "" : ", without clusters"));
+        CHECK(same_bytes(h.download(), want_h));
+        CHECK(same_bytes(logits.download(), want));
+      }
+    }
+  }
+
+  TEST_CASE("a plan that says nonsense touches nothing out of bounds") {
+    using T = __nv_bfloat16;
+    OverlayBatch<T> const batch({.vocab = 5000, .embed_counts = {0, 0}, .head_counts = {40, 4200}},
+                                {0, 1, 0, 1});
+    auto const untouched = [&] {
+      return same_bytes(batch.run_head(), batch.logits()) &&
+             same_bytes(batch.run_head(false), batch.logits());
+    };
+    std::vector<RowGroup> const nonsense{{-3, 0, 2, 0}, {77, 0, 2, 0}};
+    CUDA_OK(cudaMemcpy(batch.plan().groups, nonsense.data(), nonsense.size() * sizeof(RowGroup),
+                       cudaMemcpyHostToDevice));
+    CHECK(untouched());
+    std::vector<RowGroup> const outside{{0, 3, 1 << 30, 0}, {1, -5, -6, 0}};
+    std::vector<std::int32_t> const rows{900, -4, 4, 4};
+    CUDA_OK(cudaMemcpy(batch.plan().groups, outside.data(), outside.size() * sizeof(RowGroup),
+                       cudaMemcpyHostToDevice));
+    CUDA_OK(cudaMemcpy(batch.plan().rows, rows.data(), rows.size() * sizeof(std::int32_t),
+                       cudaMemcpyHostToDevice));
+    CHECK(untouched());
+    RowPlanHeader const many{1 << 30, 4, {0, 0}};
+    CUDA_OK(cudaMemcpy(batch.plan().header, &many, sizeof many, cudaMemcpyHostToDevice));
+    CHECK(untouched());
   }
 
   TEST_CASE("bad arguments and operations that were not prepared are refused before anything is enqueued") {
