@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -33,6 +34,19 @@ Machine const& overlay_machine() {
     return *result;
   }();
   return made;
+}
+
+inline constexpr std::int32_t far_out = std::numeric_limits<std::int32_t>::max();
+
+/// Row slots that use every slot, base and slots out of range.
+inline std::vector<std::int32_t> mixed(std::int32_t rows, std::int32_t slots, std::uint64_t seed) {
+  Random random(seed);
+  std::vector<std::int32_t> out(static_cast<std::size_t>(rows));
+  for (std::int32_t& slot : out) {
+    std::int32_t const draw = random.below(slots + 3);
+    slot = draw < slots ? draw : draw == slots ? -1 : draw == slots + 1 ? slots : far_out;
+  }
+  return out;
 }
 
 /// How many rows of its own each slot has, and of what shape everything is.
