@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
 // Does a batch whose requests use different adapters give each request what PEFT gives it alone? Four
-// requests (the base model and adapters a, b, c) go through a whole tiny Llama in one batch: a prefill, then
-// one captured graph replayed for every token. Every logit is compared with PEFT's. Not tuned for speed.
+// requests (the base model and adapters a, b, c) go through a whole tiny Llama, or Qwen3-MoE, in one batch: a
+// prefill, then one captured graph replayed for every token. Every logit is compared with PEFT's. Not tuned
+// for speed.
 //
 // Compiled by g++ it computes on the CPU; mixed_batch.cu is the same program compiled by nvcc, with both.
 #include <algorithm>
@@ -45,12 +46,18 @@ struct Runs {
   std::vector<Request> fresh;    // the tokens of `mixed` in one prefill
 };
 
+/// What float32 chooses of the experts at every given token: [request], nothing for a dense model.
+struct FloatChoices {
+  std::vector<Choices> base, mixed;
+};
+
 /// What one request gave; differences are the largest |a - b| over logits.
 struct Outcome {
   std::string adapter;
   std::set<std::int32_t> ranks;
   std::int32_t prefilled = 0;
-  std::size_t positions = 0, columns = 0;         // compared with PEFT's: all
+  std::size_t positions = 0, columns = 0;         // compared with PEFT's: all columns, and all positions but
+  std::size_t rerouted = 0;                       // those where other experts were chosen than in float32
   std::size_t embedding_rows = 0, head_rows = 0;  // of the adapter's own
   float difference = 0.0F;                        // from PEFT's
   std::size_t decoded = 0, tokens_compared = 0;
@@ -95,6 +102,25 @@ std::vector<Request> again(std::vector<Request> const& served) {
   return requests;
 }
 
+std::int32_t max_rank(std::vector<NamedAdapter> const& adapters) {
+  std::int32_t largest = 1;
+  for (auto const& [name, adapter] : adapters) largest = std::max(largest, adapter.max_rank);
+  return largest;
+}
+
+/// Enough for all adapters' experts, and for one to move while it is where it was.
+std::size_t expert_bytes(atlas::lora::ModelShape const& shape, std::vector<NamedAdapter> const& adapters,
+                         std::size_t element_bytes) {
+  std::size_t all = 0, largest = 0;
+  for (auto const& [name, adapter] : adapters) {
+    std::size_t const one =
+        atlas::lora::expert_bytes_needed(adapter, shape, max_rank(adapters), element_bytes);
+    all += one;
+    largest = std::max(largest, one);
+  }
+  return all + largest;
+}
+
 template <class Device>
 Runs serve_four_ways(std::string const& directory, Expected const& expected,
                      atlas::lora::ModelShape const& shape, std::vector<NamedAdapter>& adapters) {
@@ -117,12 +143,9 @@ Runs serve_four_ways(std::string const& directory, Expected const& expected,
   // 2. The mixed batch. Token rows are compared with the tables that the model has in memory. The graph is
   // captured before there is any adapter, and is right for all that come.
   Engine<Device> engine(directory, capacity);
-  std::int32_t max_rank = 1;
-  for (auto& [name, adapter] : adapters) {
-    max_rank = std::max(max_rank, adapter.max_rank);
-    adapter = engine.build(std::move(adapter), shape);
-  }
-  engine.open_pool(shape, max_rank);
+  for (auto& [name, adapter] : adapters) adapter = engine.build(std::move(adapter), shape);
+  engine.open_pool(shape, max_rank(adapters),
+                   expert_bytes(shape, adapters, sizeof(typename Device::element)));
   engine.capture(4);
   for (auto const& [name, adapter] : adapters) engine.place(name, adapter);
   runs.mixed = make_requests(expected, adapters);
@@ -144,9 +167,35 @@ Runs serve_four_ways(std::string const& directory, Expected const& expected,
   return runs;
 }
 
+/// What every request's given tokens choose in float32, on the CPU.
+FloatChoices choose_in_float(std::string const& directory, Expected const& expected,
+                             atlas::lora::ModelShape const& shape,
+                             std::vector<NamedAdapter> const& adapters) {
+  std::size_t const positions = expected.tokens[0].size();
+  FloatChoices choices;
+  for (bool const adapted : {false, true}) {
+    auto requests = make_requests(expected, adapters);
+    for (Request& request : requests) {
+      request.prefix = static_cast<std::int32_t>(positions);
+      if (!adapted) request.adapter = "base";
+    }
+    Engine<HostDevice<float>> engine(
+        directory, {static_cast<std::int32_t>(4 * positions), 5, static_cast<std::int32_t>(positions), 4});
+    if (adapted) {
+      engine.open_pool(shape, max_rank(adapters), expert_bytes(shape, adapters, sizeof(float)));
+      for (auto const& [name, adapter] : adapters) engine.place(name, engine.build(adapter, shape));
+    }
+    serve(engine, requests, positions, {0, 1, 2, 3}, [](std::vector<std::size_t>&) {});
+    for (Request const& request : requests) {
+      (adapted ? choices.mixed : choices.base).push_back(request.choices);
+    }
+  }
+  return choices;
+}
+
 /// Judges request `i`, which used `adapter`, or the base model when that is null.
-Outcome judge_request(Runs const& runs, Expected const& expected, std::size_t i, NamedAdapter const* adapter,
-                      float limit) {
+Outcome judge_request(Runs const& runs, Expected const& expected, FloatChoices const& in_float, std::size_t i,
+                      NamedAdapter const* adapter, float limit) {
   Request const& mixed = runs.mixed[i];
   std::vector<std::int32_t> const& given = expected.tokens[i];
   Outcome outcome;
@@ -154,24 +203,35 @@ Outcome judge_request(Runs const& runs, Expected const& expected, std::size_t i,
   outcome.prefilled = mixed.prefix;
   if (adapter != nullptr) {
     for (auto const& pair : adapter->adapter.pairs) outcome.ranks.insert(pair.rank);
+    for (auto const& pair : adapter->adapter.routers) outcome.ranks.insert(pair.rank);
+    for (auto const& pair : adapter->adapter.experts) outcome.ranks.insert(pair.rank);
     outcome.embedding_rows = adapter->adapter.overlay.embedding.ids.size();
     outcome.head_rows = adapter->adapter.overlay.head.ids.size();
   }
 
-  // PEFT's logits: every position and column.
+  // PEFT's logits: every column, and every position where the experts are those of float32.
   Logits const& peft = expected.logits[i];
   outcome.positions = given.size();
   outcome.columns = peft[0].size();
-  outcome.difference = std::max(largest_difference(mixed.logits, peft, outcome.positions),
-                                largest_difference(runs.swapped[i].logits, peft, outcome.positions));
+  std::vector<bool> rerouted, rerouted_swapped;  // none where this run is float32 itself
+  if (!in_float.mixed.empty()) {
+    rerouted = differing(in_float.mixed[i], mixed.choices);
+    rerouted_swapped = differing(in_float.mixed[i], runs.swapped[i].choices);
+    auto const last = rerouted.begin() + static_cast<std::ptrdiff_t>(outcome.positions);
+    outcome.rerouted = static_cast<std::size_t>(std::count(rerouted.begin(), last, true));
+  }
+  outcome.difference =
+      std::max(largest_difference(mixed.logits, peft, outcome.positions, rerouted),
+               largest_difference(runs.swapped[i].logits, peft, outcome.positions, rerouted_swapped));
 
   // What was decoded. A token says something only where its logit leads by more than the limit.
   Logits const& fresh = runs.fresh[i].logits;
   outcome.decoded = mixed.tokens.size() - given.size();
-  outcome.decoded_difference = largest_difference(mixed.logits, fresh, fresh.size());
+  std::vector<bool> const rerouted_fresh = differing(mixed.choices, runs.fresh[i].choices);
+  outcome.decoded_difference = largest_difference(mixed.logits, fresh, fresh.size(), rerouted_fresh);
   bool tokens_equal = true;
   for (std::size_t position = given.size() - 1; position < fresh.size(); ++position) {
-    if (lead(fresh[position]) <= limit) continue;
+    if (lead(fresh[position]) <= limit || rerouted_fresh[position]) continue;
     ++outcome.tokens_compared;
     auto const token = static_cast<std::size_t>(mixed.tokens[position + 1]);
     tokens_equal = tokens_equal && fresh[position][token] ==
@@ -181,11 +241,13 @@ Outcome judge_request(Runs const& runs, Expected const& expected, std::size_t i,
   // What moved: every request over every row, every adapter over every slot.
   outcome.rows = runs.swapped[i].rows;
   outcome.slots = runs.swapped[i].slots;
-  outcome.swapped_difference = largest_difference(mixed.logits, runs.swapped[i].logits, fresh.size());
+  outcome.swapped_difference = largest_difference(mixed.logits, runs.swapped[i].logits, fresh.size(),
+                                                  differing(mixed.choices, runs.swapped[i].choices));
   bool const moved = outcome.rows.size() == 4 && outcome.slots.size() == (adapter == nullptr ? 1 : 4);
 
-  outcome.ok = outcome.difference <= limit && outcome.decoded_difference <= limit &&
-               outcome.swapped_difference <= limit && outcome.decoded == num_decoded && tokens_equal && moved;
+  outcome.ok = outcome.positions > outcome.rerouted && outcome.difference <= limit &&
+               outcome.decoded_difference <= limit && outcome.swapped_difference <= limit &&
+               outcome.decoded == num_decoded && tokens_equal && moved;
   return outcome;
 }
 
@@ -197,14 +259,18 @@ Report check(std::string const& directory) {
   Expected const expected = read_expected(directory);
   auto adapters = load_adapters(directory, shape);
   Runs const runs = serve_four_ways<Device>(directory, expected, shape, adapters);
+  FloatChoices in_float;
+  if (!std::is_same_v<T, float>) in_float = choose_in_float(directory, expected, shape, adapters);
 
   Report report;
   report.device = Device::kind;
   report.device_name = Device::name();
   report.element = std::is_same_v<T, float> ? "float" : std::is_same_v<T, __half> ? "fp16" : "bf16";
   for (std::size_t i = 0; i < runs.base.size(); ++i) {
+    std::vector<bool> rerouted;
+    if (!in_float.base.empty()) rerouted = differing(in_float.base[i], runs.base[i].choices);
     float const difference =
-        largest_difference(runs.base[i].logits, expected.base_logits[i], expected.tokens[i].size());
+        largest_difference(runs.base[i].logits, expected.base_logits[i], expected.tokens[i].size(), rerouted);
     report.base_difference = std::max(report.base_difference, difference);
   }
   // In 16 bits an adapter may cost a few times what rounding already costs the base model; but a base model
@@ -217,7 +283,7 @@ Report check(std::string const& directory) {
   report.ok = report.base_bit_equal && report.base_difference <= base_limit;
   for (std::size_t i = 0; i < runs.mixed.size(); ++i) {
     report.requests.push_back(
-        judge_request(runs, expected, i, i == 0 ? nullptr : &adapters[i - 1], report.limit));
+        judge_request(runs, expected, in_float, i, i == 0 ? nullptr : &adapters[i - 1], report.limit));
     report.ok = report.ok && report.requests.back().ok;
   }
   return report;
@@ -238,6 +304,7 @@ nlohmann::ordered_json to_json(Report const& report) {
                                 {"prefilled", request.prefilled},
                                 {"positions", request.positions},
                                 {"columns", request.columns},
+                                {"rerouted", request.rerouted},
                                 {"difference", request.difference},
                                 {"limit", report.limit},
                                 {"decoded", request.decoded},
@@ -286,9 +353,14 @@ void print(Report const& report) {
             << "; the base request has the same bits beside adapters: " << words(report.base_bit_equal)
             << '\n';
   for (Outcome const& request : report.requests) {
-    if (request.embedding_rows + request.head_rows == 0) continue;
-    std::cout << request.adapter << " has rows of its own: " << request.embedding_rows
-              << " of the embedding, " << request.head_rows << " of the head\n";
+    if (request.rerouted > 0) {
+      std::cout << request.adapter << ": " << request.rerouted << " of " << request.positions
+                << " positions chose other experts than in float32 and are left out\n";
+    }
+    if (request.embedding_rows + request.head_rows > 0) {
+      std::cout << request.adapter << " has rows of its own: " << request.embedding_rows
+                << " of the embedding, " << request.head_rows << " of the head\n";
+    }
   }
   std::cout << words(report.ok) << '\n';
 }

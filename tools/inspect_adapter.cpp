@@ -5,7 +5,6 @@
 // wrong command line or a model configuration that cannot be read.
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -24,21 +23,13 @@
 #include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/model/families.hpp"
 #include "atlas/lora/overlay/build.hpp"
-#include "atlas/lora/reference/delta.hpp"
 #include "atlas/peft.hpp"
+#include "inspect_compare.hpp"
 
 namespace {
 
 using namespace atlas::lora;
-
-/// One module's delta beside PEFT's.
-struct Comparison {
-  std::string module;
-  double largest = 0.0;  // PEFT's largest |delta|
-  double error = 0.0;    // the largest |ours - PEFT's| by that
-  std::string fault{};   // why they could not be compared
-  [[nodiscard]] bool held() const { return fault.empty() && error <= 1e-5; }
-};
+using namespace inspect_adapter;
 
 /// All that is found out about one adapter.
 struct Report {
@@ -61,89 +52,6 @@ std::vector<std::string> lines_of(std::string const& text) {
   std::istringstream in(text);
   for (std::string line; std::getline(in, line);) lines.push_back(line);
   return lines;
-}
-
-Result<std::vector<float>> in_f32(Result<HostTensor> const& tensor) {
-  if (!tensor) return cuda::std::unexpected<Error>(tensor.error());
-  std::vector<float> out(tensor->bytes.size() / element_bytes(tensor->type));
-  auto const counts = convert<float>(*tensor, std::span<float>(out));
-  if (!counts) return cuda::std::unexpected<Error>(counts.error());
-  return out;
-}
-
-/// The path in the base model: a pair's name without what PEFT puts around it.
-std::string module_of(AdapterPair const& pair) {
-  std::string_view name = pair.a.name;
-  name.remove_prefix(std::string_view("base_model.model.").size());
-  return std::string(name.substr(0, name.rfind(".lora_A.")));
-}
-
-/// Our float32 delta for `rows` rows of `x`, by the library's reference on the CPU.
-Result<std::vector<float>> delta_of(AdapterPair const& pair, std::vector<float> const& x, std::int64_t rows) {
-  auto const a = in_f32(pair.a);
-  auto const b = in_f32(pair.b);
-  auto const bias = pair.bias ? in_f32(*pair.bias) : Result<std::vector<float>>(std::vector<float>{});
-  for (auto const* const weights : {&a, &b, &bias}) {
-    if (!*weights) return cuda::std::unexpected<Error>(weights->error());
-  }
-  std::int64_t const k_in = pair.a.shape[1];
-  std::int64_t const n_out = pair.b.shape[0];
-  RouteCell<float> const cell{
-      a->data(), b->data(), bias->empty() ? nullptr : bias->data(), pair.scale, pair.rank, pair.rank, 0};
-  RouteTable<float> const table{&cell, sizeof cell, 1, pair.rank, k_in, n_out};
-  std::vector<float> y(static_cast<std::size_t>(rows * n_out));
-  std::vector<float> xa(static_cast<std::size_t>(pair.rank));
-  std::vector<std::int32_t> const slots(static_cast<std::size_t>(rows), 0);
-  reference_delta<float, float>(table, slots, x.data(), k_in, y.data(), n_out, xa);
-  return y;
-}
-
-/// Fills in the comparison of one pair with `MODULE|x` and `MODULE|delta` of a file.
-void compare_pair(AdapterPair const& pair, SafetensorsFile const& expected, Comparison& out) {
-  TensorInfo const* const x_info = expected.find(out.module + "|x");
-  TensorInfo const* const delta_info = expected.find(out.module + "|delta");
-  std::vector<std::int64_t> const inputs{x_info->shape.empty() ? 0 : x_info->shape[0], pair.a.shape[1]};
-  if (delta_info == nullptr || x_info->shape != inputs ||
-      delta_info->shape != std::vector<std::int64_t>{inputs[0], pair.b.shape[0]}) {
-    out.fault = "x and delta do not fit the pair";
-    return;
-  }
-  auto const x = in_f32(expected.read(x_info->name));
-  auto const theirs = in_f32(expected.read(delta_info->name));
-  auto const ours = x ? delta_of(pair, *x, inputs[0]) : x;
-  if (!ours || !theirs) {
-    out.fault = ours ? theirs.error().message : ours.error().message;
-    return;
-  }
-  if (ours->empty() || !std::all_of(ours->begin(), ours->end(), [](float y) { return std::isfinite(y); })) {
-    out.fault = ours->empty() ? "there are no rows" : "our delta is not finite";
-    return;
-  }
-  for (std::size_t i = 0; i < ours->size(); ++i) {
-    out.largest = std::max(out.largest, std::abs(static_cast<double>((*theirs)[i])));
-    out.error =
-        std::max(out.error, std::abs(static_cast<double>((*ours)[i]) - static_cast<double>((*theirs)[i])));
-  }
-  if (out.largest > 0.0) out.error /= out.largest;
-}
-
-/// Compares every module that a file has an input for.
-std::vector<Comparison> compare_all(Adapter const& adapter, SafetensorsFile const& expected) {
-  std::map<std::string, AdapterPair const*> pairs;
-  for (AdapterPair const& pair : adapter.pairs) pairs[module_of(pair)] = &pair;
-  std::vector<Comparison> out;
-  for (TensorInfo const& tensor : expected.tensors()) {
-    if (!tensor.name.ends_with("|x")) continue;
-    Comparison comparison{tensor.name.substr(0, tensor.name.size() - 2)};
-    auto const pair = pairs.find(comparison.module);
-    if (pair == pairs.end()) {
-      comparison.fault = "the adapter has no pair of a linear there";
-    } else {
-      compare_pair(*pair->second, expected, comparison);
-    }
-    out.push_back(std::move(comparison));
-  }
-  return out;
 }
 
 /// The base model's table of this name in a file, `[vocab, hidden]`; none when the file has no such tensor.
@@ -212,19 +120,12 @@ void build_rows(Report& report, Adapter const& adapter, ModelShape const& shape,
 }
 
 Report inspect(std::string const& directory, std::string const& model, ModelShape const& shape,
-               std::string const& expected_path, std::string const& base_path) {
+               LoadOptions const& options, std::string const& expected_path, std::string const& base_path) {
   Report report{directory, model};
-  auto adapter = load_adapter(directory, shape);
+  auto adapter = load_adapter(directory, shape, options);
   if (!adapter) {
     report.refusals = lines_of(adapter.error().message);
     return report;
-  }
-  for (auto const& [list, part] :
-       {std::pair(&adapter->experts, "experts"), std::pair(&adapter->router, "a router")}) {
-    for (HostTensor const& tensor : *list) {
-      report.refusals.push_back("tensor '" + detail::printable(tensor.name) + "': belongs to " + part +
-                                ", which a pool does not serve");
-    }
   }
   build_rows(report, *adapter, shape, base_path);
   if (!expected_path.empty()) {
@@ -232,7 +133,8 @@ Report inspect(std::string const& directory, std::string const& model, ModelShap
     if (expected) {
       report.comparisons = compare_all(*adapter, *expected);
       if (report.comparisons.empty())
-        report.refusals.push_back(expected_path + ": no MODULE|x to compare with");
+        report.refusals.push_back(expected_path +
+                                  ": no MODULE|x or MODULE|PARAMETER|delta_weight to compare with");
     } else {
       report.refusals.push_back(expected.error().message);
     }
@@ -276,6 +178,11 @@ void print_rows(Report const& report) {
                                                                   : rows_text(report.overlay->head).c_str());
 }
 
+char const* linear_name(ExpertLinear linear) {
+  constexpr char const* names[] = {"gate", "up", "down"};
+  return names[static_cast<int>(linear)];
+}
+
 void print_text(Report const& report, ModelShape const& shape) {
   std::printf("%s on %s\n", report.directory.c_str(), report.model.c_str());
   if (report.adapter) {
@@ -287,6 +194,17 @@ void print_text(Report const& report, ModelShape const& shape) {
     for (AdapterPair const& pair : adapter.pairs) {
       std::printf("    %-40s rank %-4d scale %-12.9g %s%s\n", layer_name(pair.site, shape).c_str(), pair.rank,
                   static_cast<double>(pair.scale), to_string(pair.a.type), pair.bias ? " with bias" : "");
+    }
+    for (RouterPair const& pair : adapter.routers) {
+      std::string const place = "layer " + std::to_string(pair.layer) + " router";
+      std::printf("    %-40s rank %-4d scale %-12.9g %s\n", place.c_str(), pair.rank,
+                  static_cast<double>(pair.scale), to_string(pair.a.type));
+    }
+    for (ExpertPair const& pair : adapter.experts) {
+      std::string const place = "layer " + std::to_string(pair.layer) + " expert " +
+                                std::to_string(pair.expert) + " " + linear_name(pair.linear);
+      std::printf("    %-40s rank %-4d scale %-12.9g %s\n", place.c_str(), pair.rank,
+                  static_cast<double>(pair.scale), to_string(pair.a.type));
     }
     for (std::string const& warning : adapter.warnings) std::printf("  warning: %s\n", warning.c_str());
   }
@@ -322,6 +240,22 @@ void print_json(Report const& report, ModelShape const& shape) {
                               {"dtype", to_string(pair.a.type)},
                               {"bias", pair.bias.has_value()}});
     }
+    out["routers"] = nlohmann::ordered_json::array();
+    for (RouterPair const& pair : adapter.routers) {
+      out["routers"].push_back({{"layer", pair.layer},
+                                {"rank", pair.rank},
+                                {"scale", pair.scale},
+                                {"dtype", to_string(pair.a.type)}});
+    }
+    out["experts"] = nlohmann::ordered_json::array();
+    for (ExpertPair const& pair : adapter.experts) {
+      out["experts"].push_back({{"layer", pair.layer},
+                                {"expert", pair.expert},
+                                {"linear", linear_name(pair.linear)},
+                                {"rank", pair.rank},
+                                {"scale", pair.scale},
+                                {"dtype", to_string(pair.a.type)}});
+    }
     out["warnings"] = adapter.warnings;
   }
   if (report.overlay) {
@@ -349,16 +283,23 @@ void print_json(Report const& report, ModelShape const& shape) {
 
 int main(int argc, char** argv) {
   std::string directory, model, expected, base;
+  LoadOptions options;
   bool json = false;
   CLI::App app{"Says what a PEFT adapter holds and whether it can be served on a model."};
   app.add_option("DIR", directory, "folder with adapter_config.json and adapter_model.safetensors")
       ->required();
   app.add_option("--model", model, "the base model's config.json (default: the one in DIR)");
   app.add_option("--expected", expected,
-                 "safetensors file with MODULE|x and PEFT's MODULE|delta, to compare our deltas with");
+                 "safetensors file with MODULE|x and PEFT's MODULE|delta, or with PEFT's "
+                 "MODULE|PARAMETER|delta_weight, to compare ours with");
   app.add_option(
       "--base", base,
       "safetensors file with the base model's embed_tokens and lm_head, to compare token rows with");
+  std::map<std::string, FusedExpertAxes> const axes{{"by-shape", FusedExpertAxes::by_shape},
+                                                    {"current", FusedExpertAxes::current},
+                                                    {"older", FusedExpertAxes::older}};
+  app.add_option("--expert-axes", options.fused_expert_axes, "which way round fused experts were written")
+      ->transform(CLI::CheckedTransformer(axes));
   app.add_flag("--json", json, "print one JSON object");
   try {
     app.parse(argc, argv);
@@ -374,7 +315,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", shape.error().message.c_str());
     return 2;
   }
-  Report const report = inspect(directory, model, *shape, expected, base);
+  Report const report = inspect(directory, model, *shape, options, expected, base);
   json ? print_json(report, *shape) : print_text(report, *shape);
   return report.held() ? 0 : 1;
 }

@@ -9,16 +9,12 @@
 //   overlay_bench [--json FILE] [--only TEXT]     TEXT: part of a cell's name, such as "head" or "rows64"
 #include "overlay_bench_case.cuh"
 
-#include <cstring>
-
 namespace {
 
 using namespace overlay_bench;
 
 /// Operations a microsecond of a bf16 matrix product, measured on an H200.
 constexpr double matrix_rate = 770e6;
-/// Relative error that bf16 logits explain.
-constexpr double most_error = 1e-2;
 
 struct Timing {
   double us, plain_us, touch_us, floor_us, without_clusters_us, cublas_us;
@@ -52,22 +48,10 @@ void write_cell(std::FILE* json, bool first, Cell const& cell, Timing const& t) 
 }  // namespace
 
 int main(int count, char** arguments) {
-  char const* json_path = nullptr;
-  char const* only = "";
-  for (int i = 1; i < count; ++i) {
-    bool const has_value = i + 1 < count;
-    if (has_value && std::strcmp(arguments[i], "--json") == 0) {
-      json_path = arguments[++i];
-    } else if (has_value && std::strcmp(arguments[i], "--only") == 0) {
-      only = arguments[++i];
-    } else {
-      stop("overlay_bench [--json FILE] [--only TEXT]");
-    }
-  }
+  Arguments const told(count, arguments);
+  std::FILE* const json = told.json;
   auto const machine = prepare<OverlayEmbed<T>, OverlayHead<T>, RowPlanning>(0);
   if (!machine) stop(machine.error().message);
-  std::FILE* const json = json_path == nullptr ? nullptr : std::fopen(json_path, "w");
-  if (json_path != nullptr && json == nullptr) stop(std::string("cannot write ") + json_path);
   if (json != nullptr) write_header(json, *machine);
   std::printf("%-38s %8s %8s %8s %8s %7s %7s %9s %8s\n", "microseconds", "ours", "plain", "touch", "floor",
               "ratio", "within", "no clust.", "cuBLAS");
@@ -76,7 +60,7 @@ int main(int count, char** arguments) {
     for (std::int32_t const overrides : {3, 300, 248320}) {
       for (std::int32_t const rows : {1, 16, 64}) {
         Cell const cell{head, overrides, rows};
-        if (cell.name().find(only) == std::string::npos) continue;
+        if (cell.name().find(told.only) == std::string::npos) continue;
         Timing const t = time_cell(cell, *machine);
         bool const within = t.us <= std::max(1.5 * t.floor_us, t.floor_us + 1.2);
         std::printf("%-38s %8.2f %8.2f %8.2f %8.2f %7.2f %7s %9.2f %8.2f\n", cell.name().c_str(), t.us,

@@ -21,7 +21,6 @@ namespace overlay_bench {
 
 using namespace atlas::lora;
 using namespace atlas_bench;
-using T = __nv_bfloat16;
 
 inline constexpr std::int64_t hidden = 4096;
 inline constexpr std::int64_t vocab = 248320;
@@ -101,35 +100,30 @@ __global__ void __launch_bounds__(256)
 class Case {
  public:
   Case(Cell const& cell, Machine const& machine) : cell_(cell), machine_(machine) {
-    CHECKED(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     // Tables of their own for the launches of a small set; of a large one each launch takes other tokens.
     std::int64_t const table_bytes = cell.overrides * hidden * 2;
     tables_ = static_cast<int>(std::clamp<std::int64_t>((std::int64_t{1} << 30) / table_bytes, 1, 100));
     launches_ = cell.head ? std::max(tables_, 2) : 100;
     if (cell.head && tables_ == 1) tables_ = 2;
-    weights_ = filled(static_cast<std::int64_t>(tables_) * cell.overrides * hidden, 1, 0.05F);
-    x_ = filled(cell.rows * hidden, 2, 1.0F);
-    logits_ = filled(cell.rows * vocab, 3, 1.0F);
-    product_ = filled(static_cast<std::int64_t>(cell.rows) * cell.overrides, 4, 1.0F);
-    sweep_ = static_cast<uint4*>(allocate(sweep_bytes));
+    weights_ = memory_.filled(static_cast<std::int64_t>(tables_) * cell.overrides * hidden, 1, 0.05F);
+    x_ = memory_.filled(cell.rows * hidden, 2, 1.0F);
+    logits_ = memory_.filled(cell.rows * vocab, 3, 1.0F);
+    product_ = memory_.filled(static_cast<std::int64_t>(cell.rows) * cell.overrides, 4, 1.0F);
+    sweep_ = static_cast<uint4*>(memory_.allocate(sweep_bytes));
     CHECKED(cudaMemset(sweep_, 0, sweep_bytes));
-    sink_ = static_cast<int*>(allocate(sizeof(int)));
+    sink_ = static_cast<int*>(memory_.allocate(sizeof(int)));
     make_cells();
     make_tokens();
     RowPlanLayout const layout{cell.rows, 1};
-    plan_ = layout.at(allocate(layout.bytes()));
+    plan_ = layout.at(memory_.allocate(layout.bytes()));
     CHECKED(cudaMemset(plan_.row_slots, 0, static_cast<std::size_t>(cell.rows) * sizeof(std::int32_t)));
     CHECKED(launch_row_plan(plan_, cell.rows, machine_, stream_));
     CHECKED(cublasCreate(&cublas_));
     CHECKED(cublasSetStream(cublas_, stream_));
-    CHECKED(cublasSetWorkspace(cublas_, allocate(32 << 20), 32 << 20));
+    CHECKED(cublasSetWorkspace(cublas_, memory_.allocate(32 << 20), 32 << 20));
     CHECKED(cudaStreamSynchronize(stream_));
   }
-  ~Case() {
-    static_cast<void>(cublasDestroy(cublas_));
-    for (void* const pointer : owned_) static_cast<void>(cudaFree(pointer));
-    static_cast<void>(cudaStreamDestroy(stream_));
-  }
+  ~Case() { static_cast<void>(cublasDestroy(cublas_)); }
   Case(Case const&) = delete;
   Case& operator=(Case const&) = delete;
 
@@ -195,30 +189,13 @@ class Case {
  private:
   static constexpr std::size_t sweep_bytes = std::size_t{256} << 20;
 
-  void* allocate(std::size_t bytes) {
-    void* pointer = nullptr;
-    CHECKED(cudaMalloc(&pointer, std::max<std::size_t>(bytes, 16)));
-    owned_.push_back(pointer);
-    return pointer;
-  }
-  T* filled(std::int64_t count, std::uint64_t seed, float spread) {
-    auto* const pointer = static_cast<T*>(allocate(static_cast<std::size_t>(count) * sizeof(T)));
-    fill_kernel<256><<<1024, 256, 0, stream_>>>(pointer, count, seed << 40, spread);
-    CHECKED(cudaGetLastError());
-    return pointer;
-  }
-  static std::vector<T> download(T const* from, std::int64_t count) {
-    std::vector<T> out(static_cast<std::size_t>(count));
-    CHECKED(cudaMemcpy(out.data(), from, out.size() * sizeof(T), cudaMemcpyDeviceToHost));
-    return out;
-  }
   [[nodiscard]] T const* weights(int launch) const {
     return weights_ + static_cast<std::int64_t>(launch % tables_) * cell_.overrides * hidden;
   }
 
   void make_cells() {
-    auto* const map = static_cast<std::int32_t*>(
-        allocate(static_cast<std::size_t>(tables_) * static_cast<std::size_t>(vocab) * sizeof(std::int32_t)));
+    auto* const map = static_cast<std::int32_t*>(memory_.allocate(
+        static_cast<std::size_t>(tables_) * static_cast<std::size_t>(vocab) * sizeof(std::int32_t)));
     map_kernel<256><<<1024, 256, 0, stream_>>>(map, tables_ * vocab, cell_.overrides);
     CHECKED(cudaGetLastError());
     std::vector<OverlayCell<T>> cells;
@@ -227,16 +204,14 @@ class Case {
       cells.push_back(
           {map + t * vocab, weights(t), weights(t), map + t * vocab, cell_.overrides, cell_.overrides});
     }
-    cells_ = static_cast<OverlayCell<T>*>(allocate(cells.size() * sizeof(cells[0])));
-    CHECKED(cudaMemcpy(cells_, cells.data(), cells.size() * sizeof(cells[0]), cudaMemcpyHostToDevice));
+    cells_ = memory_.uploaded(cells);
   }
   void make_tokens() {
     std::vector<std::int32_t> tokens;
     for (std::int64_t i = 0; i < std::int64_t{launches_} * cell_.rows; ++i) {
       tokens.push_back(static_cast<std::int32_t>(i * 7919 % cell_.overrides));
     }
-    tokens_ = static_cast<std::int32_t*>(allocate(tokens.size() * sizeof(tokens[0])));
-    CHECKED(cudaMemcpy(tokens_, tokens.data(), tokens.size() * sizeof(tokens[0]), cudaMemcpyHostToDevice));
+    tokens_ = memory_.uploaded(tokens);
   }
 
   [[nodiscard]] OverlayTable<T> table(int launch) const {
@@ -297,9 +272,9 @@ class Case {
   Machine const& machine_;
   int tables_ = 0;
   int launches_ = 0;
-  cudaStream_t stream_ = nullptr;
+  DeviceMemory memory_;
+  cudaStream_t stream_ = memory_.stream();
   cublasHandle_t cublas_ = nullptr;
-  std::vector<void*> owned_;
   T* weights_ = nullptr;
   T* x_ = nullptr;  ///< also what the embedding writes
   T* logits_ = nullptr;

@@ -35,11 +35,13 @@ class Engine {
   /// Whose cache entries pad rows may spoil.
   [[nodiscard]] std::int32_t pad_sequence() const { return capacity_.sequences - 1; }
 
-  /// Makes room for adapters of up to `max_rank` and points the model's linears at the pool's tables.
-  void open_pool(atlas::lora::ModelShape const& shape, std::int32_t max_rank) {
+  /// Makes room for adapters of up to `max_rank`, `expert_bytes` of it for experts and routers, and points
+  /// the model's linears at the pool's tables.
+  void open_pool(atlas::lora::ModelShape const& shape, std::int32_t max_rank, std::size_t expert_bytes) {
     atlas::lora::PoolOptions options;
     options.max_slots = capacity_.slots;
     options.max_rank = max_rank;
+    options.expert_bytes = expert_bytes;
     options.overlay_bytes = overlay_bytes;
     pool_.emplace(expect(Pool::create(shape, options, device_.backend())));
     model_.attach(*pool_);
@@ -77,6 +79,11 @@ class Engine {
     prefill(
         std::vector<Row>(static_cast<std::size_t>(rows), Row{0, 0, pad_sequence()}));  // warms everything up
     graph_.emplace(device_.capture([this, rows, adapted] { model_.forward(rows, adapted); }));
+  }
+
+  /// What the last pass's rows chose of the experts of all layers.
+  [[nodiscard]] std::vector<std::vector<std::int32_t>> choices(std::int32_t rows) {
+    return model_.choices(rows);
   }
 
   /// The logits of `rows`, `[rows, vocab]`, by an eager pass.

@@ -81,12 +81,25 @@ inline float largest_difference(std::vector<float> const& a, std::vector<float> 
   return largest;
 }
 
-/// The same over `positions` positions.
-inline float largest_difference(Logits const& a, Logits const& b, std::size_t positions) {
+/// The same over the first `positions` positions, without those that `skipped` says (empty: none).
+inline float largest_difference(Logits const& a, Logits const& b, std::size_t positions,
+                                std::vector<bool> const& skipped = {}) {
   float largest = 0.0F;
-  for (std::size_t i = 0; i < positions; ++i)
+  for (std::size_t i = 0; i < positions; ++i) {
+    if (i < skipped.size() && skipped[i]) continue;
     largest = std::max(largest, largest_difference(a.at(i), b.at(i)));
+  }
   return largest;
+}
+
+using Choices = std::vector<std::vector<std::int32_t>>;  // [position]: the experts of all layers
+
+/// The positions at which two runs chose different experts, where rounding came between two that are near
+/// each other: what follows cannot be compared. As many as `a` has.
+inline std::vector<bool> differing(Choices const& a, Choices const& b) {
+  std::vector<bool> differ(a.size());
+  for (std::size_t i = 0; i < a.size() && i < b.size(); ++i) differ[i] = a[i] != b[i];
+  return differ;
 }
 
 /// How far the largest logit is above the second largest.

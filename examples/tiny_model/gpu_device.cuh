@@ -65,6 +65,7 @@ class GpuDevice : public Memory<atlas::lora::CudaBackend> {
   using Backend = atlas::lora::CudaBackend;
   using Graph = CudaGraph;
   using Projections = std::span<atlas::lora::DeltaProjection<T> const>;
+  using ExpertProjections = std::span<atlas::lora::ExpertProjection<T> const>;
 
   static constexpr char const* kind = "gpu";
   /// How far float logits may be from PEFT's.
@@ -77,9 +78,10 @@ class GpuDevice : public Memory<atlas::lora::CudaBackend> {
   }
 
   GpuDevice()
-      : machine_(expect(atlas::lora::prepare<atlas::lora::RowPlanning, atlas::lora::Delta<T>,
-                                             atlas::lora::OverlayEmbed<T>, atlas::lora::OverlayHead<T, float>,
-                                             atlas::lora::RowDiff<T>>(0))) {
+      : machine_(expect(
+            atlas::lora::prepare<atlas::lora::RowPlanning, atlas::lora::Delta<T>, atlas::lora::ExpertPlanning,
+                                 atlas::lora::ExpertDelta<T>, atlas::lora::OverlayEmbed<T>,
+                                 atlas::lora::OverlayHead<T, float>, atlas::lora::RowDiff<T>>(0))) {
     check(cublasCreate(&cublas_), "cublasCreate");
     check(cublasSetStream(cublas_, stream()), "cublasSetStream");
     // A workspace of our own has the fixed address that captured products need.
@@ -161,6 +163,26 @@ class GpuDevice : public Memory<atlas::lora::CudaBackend> {
     return expect(atlas::lora::DeviceServedTable<T>::create(table, hidden, machine_, backend()));
   }
 
+  /// The same for experts.
+  void reserve_experts(atlas::lora::ExpertPlan const& plan, ExpertProjections projections) {
+    auto const bytes = atlas::lora::delta_scratch_bytes(
+        expert_params(plan, plan.capacity_rows, {}, nullptr, projections), machine_);
+    if (bytes > scratch_.size()) scratch_ = allocate<std::byte>(static_cast<std::int64_t>(bytes));
+  }
+
+  /// Groups a layer's rows by slot and expert, once for gate, up and down.
+  void plan_experts(atlas::lora::ExpertPlan const& plan, atlas::lora::ExpertRows const& rows) {
+    check(atlas::lora::launch_expert_plan(plan, rows, machine_, stream()), "launch_expert_plan");
+  }
+
+  /// Adds the deltas of experts' linears that read the same x, in one launch.
+  void add_expert_deltas(atlas::lora::ExpertPlan const& plan, atlas::lora::ExpertRows const& rows,
+                         atlas::lora::ExpertInput const& input, T const* x, ExpertProjections projections) {
+    check(atlas::lora::launch_expert_delta(expert_params(plan, rows.rows, input, x, projections), machine_,
+                                           stream()),
+          "launch_expert_delta");
+  }
+
   /// The graph of what `step` enqueues.
   template <class Step>
   [[nodiscard]] Graph capture(Step step) {
@@ -186,6 +208,22 @@ class GpuDevice : public Memory<atlas::lora::CudaBackend> {
     atlas::lora::DeltaParams<T> params;
     params.x = x;
     params.x_row_stride = projections[0].table.k_in;
+    params.rows = rows;
+    params.plan = plan;
+    params.num_projections = static_cast<std::int32_t>(projections.size());
+    std::copy(projections.begin(), projections.end(), params.projections);
+    params.scratch = scratch_.data();
+    params.scratch_bytes = scratch_.size();
+    return params;
+  }
+
+  atlas::lora::ExpertDeltaParams<T> expert_params(atlas::lora::ExpertPlan const& plan, std::int32_t rows,
+                                                  atlas::lora::ExpertInput const& input, T const* x,
+                                                  ExpertProjections projections) const {
+    atlas::lora::ExpertDeltaParams<T> params;
+    params.x = x;
+    params.x_row_stride = projections[0].table.k_in;
+    params.input = input;
     params.rows = rows;
     params.plan = plan;
     params.num_projections = static_cast<std::int32_t>(projections.size());

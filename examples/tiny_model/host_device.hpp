@@ -87,6 +87,21 @@ class HostDevice : public Memory<atlas::lora::HostBackend> {
     return {table, hidden};
   }
 
+  /// The same for experts, whose reference reads the rows themselves.
+  void reserve_experts(atlas::lora::ExpertPlan const&, std::span<atlas::lora::ExpertProjection<T> const>) {}
+  void plan_experts(atlas::lora::ExpertPlan const&, atlas::lora::ExpertRows const&) {}
+
+  /// Adds the deltas of experts' linears that read the same x.
+  void add_expert_deltas(atlas::lora::ExpertPlan const&, atlas::lora::ExpertRows const& rows,
+                         atlas::lora::ExpertInput const& input, T const* x,
+                         std::span<atlas::lora::ExpertProjection<T> const> projections) {
+    for (auto const& projection : projections) {
+      std::vector<T> scratch(static_cast<std::size_t>(projection.table.max_rank));
+      atlas::lora::reference_expert_delta<T, T>(projection.table, rows, input, x, projection.table.k_in,
+                                                projection.y, projection.y_row_stride, std::span<T>(scratch));
+    }
+  }
+
   [[nodiscard]] Graph capture(Graph step) { return step; }
 };
 

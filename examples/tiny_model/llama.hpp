@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// A whole small Llama whose linears take deltas: weights, a cache of keys and values, and one forward pass
-// that serves prefill and decode alike, since every row says its own token, position and sequence.
+// A whole small Llama, or Qwen3-MoE, whose linears take deltas: weights, a cache of keys and values, and one
+// forward pass that serves prefill and decode alike, since every row says its own token, position and
+// sequence.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include <atlas/peft.hpp>
 
 #include "memory.hpp"
+#include "moe.hpp"
 #include "ops.hpp"
 
 namespace tiny_model {
@@ -48,10 +50,11 @@ inline LlamaConfig read_llama_config(std::string const& directory) {
   auto const model = expect(atlas::lora::read_model_config(path));
   auto const json = nlohmann::json::parse(std::ifstream(path));
   auto const& rope = json.at("rope_parameters");
-  if (model.model_type != "llama" || model.heads < 1 || json.value("attention_bias", false) ||
+  bool const moe = model.model_type == "qwen3_moe";
+  if ((model.model_type != "llama" && !moe) || model.heads < 1 || json.value("attention_bias", false) ||
       json.value("mlp_bias", false) || model.tied_head || json.value("hidden_act", "") != "silu" ||
       rope.value("rope_type", "") != "default") {
-    throw std::runtime_error(path + ": not a plain Llama with a head of its own");
+    throw std::runtime_error(path + ": not a plain Llama or Qwen3-MoE with a head of its own");
   }
   LlamaConfig config;
   config.vocab = model.vocab;
@@ -63,6 +66,17 @@ inline LlamaConfig read_llama_config(std::string const& directory) {
   config.num_kv_heads = static_cast<std::int32_t>(model.kv_heads > 0 ? model.kv_heads : model.heads);
   config.rms_norm_eps = json.at("rms_norm_eps").get<float>();
   config.rope_theta = rope.at("rope_theta").get<double>();
+  if (moe) {
+    config.norms_heads = true;
+    config.num_experts = model.num_experts;
+    config.top_k = json.at("num_experts_per_tok").get<std::int32_t>();
+    config.moe_intermediate = model.moe_intermediate;
+    config.norm_topk = json.value("norm_topk_prob", false);
+    if (config.num_experts < 1 || config.top_k < 1 || config.top_k > config.num_experts ||
+        model.decoder_sparse_step != 1 || !model.mlp_only_layers.empty()) {
+      throw std::runtime_error(path + ": layers without experts, or fewer experts than a token chooses");
+    }
+  }
   if (config.head_dim % 2 != 0 || config.num_heads % config.num_kv_heads != 0) {
     throw std::runtime_error(path + ": heads that do not divide");
   }
@@ -97,6 +111,8 @@ class Llama {
         for (Linear& linear : *group) linear.table = expect(pool.route(layer, linear.name));
         device_.reserve(plan_, capacity_.rows, deltas(*group, wide_.data()));
       }
+      if (is_moe())
+        layers_[static_cast<std::size_t>(layer)].moe.attach(device_, pool, layer, plan_, moe_buffers_);
     }
     overlay_ = expect(pool.overlay());
   }
@@ -136,6 +152,10 @@ class Llama {
     for (Layer& layer : layers_) {
       normalize(h, layer.input_norm, x, rows);
       project(x, layer.qkv, wide_.data(), rows, adapted);
+      if (config_.norms_heads) {
+        device_.run(NormHeads<T>{wide_.data(), layer.query_norm.data(), layer.key_norm.data(), config_},
+                    rows * (config_.num_heads + config_.num_kv_heads));
+      }
       device_.run(RotateAndCache<T>{wide_.data(), frequencies_.data(), rows_, cache(layer.keys),
                                     cache(layer.values), config_},
                   rows * config_.qkv_width() / 2);
@@ -146,6 +166,11 @@ class Llama {
       device_.run(Add<T>{h, x}, rows * config_.hidden);
 
       normalize(h, layer.post_attention_norm, x, rows);
+      if (is_moe()) {
+        layer.moe.forward(device_, x, inner_.data(), rows, adapted, plan_, moe_buffers_);
+        device_.run(Add<T>{h, inner_.data()}, rows * config_.hidden);
+        continue;
+      }
       project(x, layer.gate_up, wide_.data(), rows, adapted);
       device_.run(SiluMultiply<T>{wide_.data(), inner_.data(), config_.intermediate},
                   rows * config_.intermediate);
@@ -164,6 +189,23 @@ class Llama {
     return host;
   }
 
+  /// What the last pass chose, after waiting for it: `[rows][layers * top_k]` experts, empty for a dense
+  /// model.
+  [[nodiscard]] std::vector<std::vector<std::int32_t>> choices(std::int32_t rows) {
+    std::vector<std::vector<std::int32_t>> all(static_cast<std::size_t>(rows));
+    if (!is_moe()) return all;
+    for (Layer const& layer : layers_) {
+      std::vector<std::int32_t> host(static_cast<std::size_t>(rows * config_.top_k));
+      device_.download(layer.moe.ids(), std::span<std::int32_t>(host));
+      for (std::size_t row = 0; row < all.size(); ++row) {
+        auto const first = host.begin() + static_cast<std::ptrdiff_t>(row) * config_.top_k;
+        std::sort(first, first + config_.top_k);  // which of two comes first does not matter
+        all[row].insert(all[row].end(), first, first + config_.top_k);
+      }
+    }
+    return all;
+  }
+
  private:
   template <class V>
   using Buffer = Array<V, typename Device::Backend>;
@@ -179,11 +221,18 @@ class Llama {
 
   struct Layer {
     Buffer<T> input_norm, post_attention_norm;
+    Buffer<T> query_norm, key_norm;  // where heads are normed
     Linears qkv, o, gate_up, down;
+    MoeLayer<Device> moe;  // instead of gate_up and down
     Buffer<T> keys, values;
 
-    [[nodiscard]] std::vector<Linears*> groups() { return {&qkv, &o, &gate_up, &down}; }
+    [[nodiscard]] std::vector<Linears*> groups() {
+      if (gate_up.empty()) return {&qkv, &o};
+      return {&qkv, &o, &gate_up, &down};
+    }
   };
+
+  [[nodiscard]] bool is_moe() const { return config_.num_experts > 0; }
 
   /// The deltas of linears whose outputs lie side by side in y `[rows, width]`.
   static std::vector<atlas::lora::DeltaProjection<T>> deltas(Linears const& linears, T* y) {
@@ -223,16 +272,35 @@ class Llama {
   }
 
   Buffer<T> weight(std::string const& name, std::vector<std::int64_t> const& shape) {
-    auto const tensor = expect(file_.read(name + ".weight"));
-    if (tensor.shape != shape)
-      throw std::runtime_error(file_.path() + ": " + tensor.name + " has another shape");
+    return stacked({name}, shape);
+  }
+
+  /// One linear of all experts of a layer, one after the other.
+  Buffer<T> experts(std::string const& prefix, std::string const& name, std::int64_t n_out,
+                    std::int64_t k_in) {
+    std::vector<std::string> names;
+    for (std::int32_t e = 0; e < config_.num_experts; ++e) {
+      names.push_back(prefix + "mlp.experts." + std::to_string(e) + "." + name);
+    }
+    return stacked(names, {n_out, k_in});
+  }
+
+  /// Weights of one shape, one after the other in the device's memory.
+  Buffer<T> stacked(std::vector<std::string> const& names, std::vector<std::int64_t> const& shape) {
     std::int64_t count = 1;
     for (std::int64_t const extent : shape) count *= extent;
-    std::vector<T> rounded(static_cast<std::size_t>(count));
-    expect(atlas::lora::convert<T>(tensor, std::span<T>(rounded)));
-    auto memory = device_.template allocate<T>(count);
-    device_.upload(std::span<T const>(rounded), memory.data());
-    device_.synchronize();
+    auto memory = device_.template allocate<T>(count * std::ssize(names));
+    T* to = memory.data();
+    for (std::string const& name : names) {
+      auto const tensor = expect(file_.read(name + ".weight"));
+      if (tensor.shape != shape)
+        throw std::runtime_error(file_.path() + ": " + tensor.name + " has another shape");
+      std::vector<T> rounded(static_cast<std::size_t>(count));
+      expect(atlas::lora::convert<T>(tensor, std::span<T>(rounded)));
+      device_.upload(std::span<T const>(rounded), to);
+      device_.synchronize();
+      to += count;
+    }
     return memory;
   }
 
@@ -250,9 +318,21 @@ class Llama {
     layer.qkv.push_back(linear(i, "self_attn.k_proj", c.kv_width(), c.hidden));
     layer.qkv.push_back(linear(i, "self_attn.v_proj", c.kv_width(), c.hidden));
     layer.o.push_back(linear(i, "self_attn.o_proj", c.hidden, c.q_width()));
-    layer.gate_up.push_back(linear(i, "mlp.gate_proj", c.intermediate, c.hidden));
-    layer.gate_up.push_back(linear(i, "mlp.up_proj", c.intermediate, c.hidden));
-    layer.down.push_back(linear(i, "mlp.down_proj", c.hidden, c.intermediate));
+    if (c.norms_heads) {
+      layer.query_norm = weight(prefix + "self_attn.q_norm", {c.head_dim});
+      layer.key_norm = weight(prefix + "self_attn.k_norm", {c.head_dim});
+    }
+    if (is_moe()) {
+      layer.moe =
+          MoeLayer<Device>(device_, c, capacity_.rows, weight(prefix + "mlp.gate", {c.num_experts, c.hidden}),
+                           experts(prefix, "gate_proj", c.moe_intermediate, c.hidden),
+                           experts(prefix, "up_proj", c.moe_intermediate, c.hidden),
+                           experts(prefix, "down_proj", c.hidden, c.moe_intermediate));
+    } else {
+      layer.gate_up.push_back(linear(i, "mlp.gate_proj", c.intermediate, c.hidden));
+      layer.gate_up.push_back(linear(i, "mlp.up_proj", c.intermediate, c.hidden));
+      layer.down.push_back(linear(i, "mlp.down_proj", c.hidden, c.intermediate));
+    }
     std::int64_t const cached = std::int64_t{capacity_.sequences} * capacity_.positions * c.kv_width();
     layer.keys = device_.template allocate<T>(cached);
     layer.values = device_.template allocate<T>(cached);
@@ -269,7 +349,9 @@ class Llama {
     hidden_ = device_.template allocate<T>(rows * config_.hidden);
     normed_ = device_.template allocate<T>(rows * config_.hidden);
     wide_ = device_.template allocate<T>(rows * std::max(config_.qkv_width(), 2 * config_.intermediate));
-    inner_ = device_.template allocate<T>(rows * std::max(config_.q_width(), config_.intermediate));
+    inner_ = device_.template allocate<T>(
+        rows * std::max({config_.q_width(), config_.intermediate, config_.hidden}));
+    if (is_moe()) moe_buffers_ = MoeBuffers<Device>(device_, config_, capacity_.rows, capacity_.slots);
     logits_ = device_.template allocate<float>(rows * config_.vocab);
 
     std::vector<float> frequencies;
@@ -296,6 +378,7 @@ class Llama {
   Buffer<T> hidden_, normed_;  // [rows, hidden]: the residual stream; what a norm or the last linear gives
   Buffer<T> wide_, inner_;     // q, k, v or gate and up side by side; what attention or silu makes of them
   Buffer<float> logits_, frequencies_;
+  MoeBuffers<Device> moe_buffers_;
 };
 
 }  // namespace tiny_model

@@ -16,7 +16,8 @@ using atlas::lora::Element;
 using atlas::lora::from_f32;
 using atlas::lora::to_f32;
 
-/// Widths of a Llama, as its config.json gives them.
+/// Widths of a Llama, or of a Qwen3-MoE, which is one with normed heads and experts; as config.json gives
+/// them.
 struct LlamaConfig {
   std::int64_t vocab = 0;
   std::int64_t hidden = 0;
@@ -27,6 +28,11 @@ struct LlamaConfig {
   std::int32_t num_kv_heads = 0;
   float rms_norm_eps = 0.0F;
   double rope_theta = 0.0;
+  bool norms_heads = false;           ///< whether queries and keys are normed head by head
+  std::int32_t num_experts = 0;       ///< 0: a dense feed-forward part
+  std::int32_t top_k = 0;             ///< experts that a token chooses
+  std::int64_t moe_intermediate = 0;  ///< of one expert
+  bool norm_topk = false;             ///< whether the chosen experts' weights are made to sum to 1
 
   [[nodiscard]] ATLAS_HD std::int64_t q_width() const { return num_heads * head_dim; }
   [[nodiscard]] ATLAS_HD std::int64_t kv_width() const { return num_kv_heads * head_dim; }
@@ -84,6 +90,24 @@ struct RmsNorm {
     for (std::int64_t i = 0; i < width; ++i) {
       y[row * width + i] = from_f32<T>(to_f32(weight[i]) * (to_f32(x[row * width + i]) * factor));
     }
+  }
+};
+
+/// Norms every query and key head of qkv `[rows, qkv_width]` in place, as RmsNorm does a row; one item per
+/// head.
+template <Element T>
+struct NormHeads {
+  T* qkv;
+  T const* query_weight;  // [head_dim]
+  T const* key_weight;
+  LlamaConfig config;
+
+  ATLAS_HD void operator()(std::int64_t item) const {
+    std::int64_t const heads = config.num_heads + config.num_kv_heads;  // keys lie behind queries
+    std::int64_t const row = item / heads, head = item % heads;
+    T* const own = qkv + row * config.qkv_width() + head * config.head_dim;
+    RmsNorm<T>{own, head < config.num_heads ? query_weight : key_weight, own, config.head_dim,
+               config.rms_norm_eps}(0);
   }
 };
 

@@ -15,11 +15,12 @@
 namespace tiny_model {
 
 struct Request {
-  std::string adapter;                       ///< `"base"`, or a name given to `Engine::place`
-  std::vector<std::int32_t> tokens;          ///< the given ones; `serve` adds those it decodes
-  std::int32_t prefix = 1;                   ///< how many of them are prefilled
-  std::vector<std::vector<float>> logits{};  ///< of each position, once served
-  std::set<std::int32_t> rows{}, slots{};    ///< where it has been in decoding steps
+  std::string adapter;                               ///< `"base"`, or a name given to `Engine::place`
+  std::vector<std::int32_t> tokens;                  ///< the given ones; `serve` adds those it decodes
+  std::int32_t prefix = 1;                           ///< how many of them are prefilled
+  std::vector<std::vector<float>> logits{};          ///< of each position, once served
+  std::vector<std::vector<std::int32_t>> choices{};  ///< of each position: the experts of all layers
+  std::set<std::int32_t> rows{}, slots{};            ///< where it has been in decoding steps
 };
 
 [[nodiscard]] inline std::int32_t most_likely(std::vector<float> const& logits) {
@@ -43,8 +44,11 @@ void serve(Engine<Device>& engine, std::vector<Request>& requests, std::size_t p
   auto const take = [&](std::vector<float> const& logits) {
     auto const vocab = static_cast<std::ptrdiff_t>(engine.config().vocab);
     auto from = logits.begin();
-    for (Request* const request : owners) {
+    auto const choices = engine.choices(static_cast<std::int32_t>(owners.size()));
+    for (std::size_t row = 0; row < owners.size(); ++row) {
+      Request* const request = owners[row];
       if (request != nullptr) {
+        request->choices.push_back(choices[row]);
         request->logits.emplace_back(from, from + vocab);
         if (request->logits.size() == request->tokens.size()) {
           request->tokens.push_back(most_likely(request->logits.back()));

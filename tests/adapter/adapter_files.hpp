@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "../outcome.hpp"
 #include "atlas/lora/model/families.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 
@@ -152,10 +153,6 @@ inline ModelShape tiny_moe(std::int32_t layers) {
   config.moe_intermediate = 6;
   config.shared_expert_intermediate = 6;
   return *model_shape(config);
-}
-
-inline bool says(std::string const& message, std::string_view words) {
-  return message.find(words) != std::string::npos;
 }
 
 inline std::ptrdiff_t lines(std::string const& message) {

@@ -5,8 +5,11 @@
 
 #include <string>
 
+#include "../outcome.hpp"
+
 using namespace atlas::lora;
 using namespace atlas::lora::detail;
+using atlas::lora::testing::says;
 
 namespace {
 
@@ -16,8 +19,6 @@ std::string fault_of(std::string const& text) {
   CHECK(json.error().code == Errc::bad_file);
   return json.error().message;
 }
-
-bool says(std::string const& message, char const* words) { return message.find(words) != std::string::npos; }
 
 }  // namespace
 

@@ -163,6 +163,21 @@ TEST_CASE("tables that a rename makes the embedding's are what the configuration
       load(with(R"("modules_to_save":["embed_tokens"])"), {{key + "weight", {16, 8}}}, false, options);
   REQUIRE_MESSAGE(table, (table ? "" : table.error().message));
   CHECK(table->raw_overlay.embedding.table.has_value());
+  for (char const* const field : {R"("modules_to_save":["transformer.wte"])",
+                                  R"("trainable_token_indices":{"transformer.wte":[9,2]})"}) {
+    bool const whole = field[1] == 'm';
+    auto const own = load(with(field),
+                          {whole ? TestTensor{key + "weight", {16, 8}}
+                                 : TestTensor{key + "token_adapter.trainable_tokens_delta", {2, 8}}},
+                          false, options);
+    REQUIRE_MESSAGE(own, (own ? "" : own.error().message));
+    RawTokenTable const& raw = own->raw_overlay.embedding;
+    CHECK((whole ? raw.table : raw.rows).has_value());
+  }
+  // Both spellings of one name in one file: what the configuration renames finds what the model's name is.
+  auto const mixed = load(with(R"("modules_to_save":["transformer.wte"])"),
+                          {{"base_model.model.model.embed_tokens.weight", {16, 8}}}, false, options);
+  REQUIRE_MESSAGE(mixed, (mixed ? "" : mixed.error().message));
   LoadOptions const nested{.prefix_map = {{"model", "model.language_model"}}};
   CHECK(load(with(R"("modules_to_save":["model.embed_tokens"])"),
              {{"base_model.model.model.embed_tokens.weight", {16, 8}}}, false, nested)

@@ -13,6 +13,12 @@
 using namespace atlas::lora;
 using namespace atlas::lora::testing;
 
+TEST_CASE("an adapter knows the model that it was audited against") {
+  ModelShape const model = tiny_model(2);
+  CHECK(good(q_only, q_pair(0), model).model == model.fingerprint());
+  CHECK(good(q_only, q_pair(0), tiny_model(3)).model != model.fingerprint());
+}
+
 TEST_CASE("an adapter that fits is whole: site, rank, scale and weights of each pair") {
   auto const tensors = pair_of("model.layers.1.mlp.down_proj", 8, 12, 2) + q_pair(0);
   Adapter const adapter = good(config_of("\"q_proj\",\"down_proj\""), tensors, tiny_model(2));

@@ -31,16 +31,12 @@ inline Result<Adapter> load(std::string const& config, std::vector<TestTensor> c
 
 inline Adapter good(std::string const& config, std::vector<TestTensor> const& tensors,
                     ModelShape const& shape, LoadOptions const& options = {}) {
-  auto adapter = load(config, tensors, shape, options);
-  REQUIRE_MESSAGE(adapter, (adapter ? "" : adapter.error().message));
-  return std::move(*adapter);
+  return good(load(config, tensors, shape, options));
 }
 
 inline Error bad(std::string const& config, std::vector<TestTensor> const& tensors, ModelShape const& shape,
                  LoadOptions const& options = {}) {
-  auto const adapter = load(config, tensors, shape, options);
-  REQUIRE_FALSE(adapter);
-  return adapter.error();
+  return bad(load(config, tensors, shape, options));
 }
 
 /// The pair of a layer's q of a tiny model.

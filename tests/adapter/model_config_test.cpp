@@ -12,24 +12,15 @@ using namespace atlas::lora::testing;
 
 namespace {
 
-ModelConfig good(std::string const& text) {
-  auto const config = parse_model_config(text, "c.json");
-  REQUIRE_MESSAGE(config, (config ? "" : config.error().message));
-  return *config;
-}
+ModelConfig good(std::string const& text) { return testing::good(parse_model_config(text, "c.json")); }
 Error bad(std::string const& text) {
   CAPTURE(text);
-  auto const config = parse_model_config(text, "c.json");
-  REQUIRE_FALSE(config);
-  return config.error();
+  return testing::bad(parse_model_config(text, "c.json"));
 }
 
 ModelShape real_shape(std::string const& folder) {
-  auto const config = read_model_config(test_data() + "/" + folder + "/config.json");
-  REQUIRE_MESSAGE(config, (config ? "" : config.error().message));
-  auto const shape = model_shape(*config);
-  REQUIRE_MESSAGE(shape, (shape ? "" : shape.error().message));
-  return *shape;
+  return testing::good(
+      model_shape(testing::good(read_model_config(test_data() + "/" + folder + "/config.json"))));
 }
 
 }  // namespace

@@ -19,17 +19,13 @@ std::string with(std::string const& fields) {
          (fields.empty() ? "" : "," + fields) + "}";
 }
 
-PeftConfig good(std::string const& text, bool base_is_converted = false) {
-  auto const config = parse_peft_config(text, "c.json", base_is_converted);
-  REQUIRE_MESSAGE(config, (config ? "" : config.error().message));
-  return *config;
+PeftConfig good(std::string const& text, LoadOptions const& options = {}) {
+  return testing::good(parse_peft_config(text, "c.json", options));
 }
 
 Error bad(std::string const& text) {
-  auto const config = parse_peft_config(text, "c.json");
   CAPTURE(text);
-  REQUIRE_FALSE(config);
-  return config.error();
+  return testing::bad(parse_peft_config(text, "c.json"));
 }
 
 constexpr char const* path = "model.layers.3.self_attn.q_proj";
@@ -179,7 +175,7 @@ TEST_CASE("an initialisation that changed the base is refused unless the base is
     CHECK(error.code == Errc::unsupported);
     CHECK(says(error.message, "field 'init_lora_weights': the string"));
     CHECK(says(error.message, "changes the base model"));
-    CHECK(good(text, true).r == 16);
+    CHECK(good(text, {.base_is_converted = true}).r == 16);
   }
   for (char const* value :
        {"true", "false", "null", "\"gaussian\"", "\"eva\"", "\"orthogonal\"", "\"mica\""}) {
@@ -187,7 +183,8 @@ TEST_CASE("an initialisation that changed the base is refused unless the base is
   }
   CHECK(says(bad(with(R"("init_lora_weights":"newest")")).message, "not a known initialisation"));
   CHECK(says(bad(with(R"("init_lora_weights":3)")).message, "not a known initialisation"));
-  CHECK_FALSE(parse_peft_config(with(R"("init_lora_weights":"newest")"), "c.json", true));
+  CHECK_FALSE(
+      parse_peft_config(with(R"("init_lora_weights":"newest")"), "c.json", {.base_is_converted = true}));
 }
 
 TEST_CASE("another kind of adapter is refused, LORA in any case or no kind is not") {
@@ -215,6 +212,10 @@ TEST_CASE("whole modules may be saved for the embedding and the head alone") {
   CHECK(bad(with(R"("modules_to_save":["embed_tokens","score"])")).message ==
         "c.json: field 'modules_to_save': 'score' is neither embed_tokens nor lm_head");
   CHECK(bad(with(R"("modules_to_save":["my_lm_head"])")).code == Errc::unsupported);
+  LoadOptions const renames{.prefix_map = {{"transformer.wte", "model.embed_tokens"}, {"score", "lm_head"}}};
+  CHECK(good(with(R"("modules_to_save":["transformer.wte","score"],"trainable_token_indices":{"score":[3]})"),
+             renames)
+            .trainable_tokens.size() == 1);
 }
 
 TEST_CASE(

@@ -32,6 +32,11 @@ inline void check(cudaError_t error, char const* what) {
 
 /// Small shapes only, for runs under compute-sanitizer.
 inline bool small_shapes() { return std::getenv("ATLAS_TEST_SMALL") != nullptr; }
+/// Only a shape or two, for racecheck, to which a launch of clusters is a second.
+inline bool few_shapes() {
+  char const* const small = std::getenv("ATLAS_TEST_SMALL");
+  return small != nullptr && std::strcmp(small, "few") == 0;
+}
 
 /// Device memory, freed with its owner.
 template <class T>

@@ -4,6 +4,7 @@
 // and out-of-range slots in none.
 #include "support.cuh"
 
+#include <algorithm>
 #include <map>
 
 namespace atlas_test {
@@ -42,15 +43,21 @@ void check_plan(std::vector<std::int32_t> const& slots, std::int32_t capacity, s
   REQUIRE(got.header->num_groups == static_cast<std::int32_t>(want.size()));
   std::int32_t group = 0;
   std::int32_t first = 0;
+  std::int32_t tile = 0;
   for (auto const& [slot, members] : want) {
     RowGroup const expected{slot, first, static_cast<std::int32_t>(members.size()), 0};
     REQUIRE(got.groups[group] == expected);
     for (std::size_t i = 0; i < members.size(); ++i)
       REQUIRE(got.rows[first + static_cast<std::int32_t>(i)] == members[i]);
+    for (std::int32_t row = 0; row < expected.count; row += tile_rows, ++tile) {
+      REQUIRE(got.tiles[tile] == RowGroup{slot, first + row, std::min(tile_rows, expected.count - row), 0});
+    }
     first += expected.count;
     ++group;
   }
   CHECK(got.header->num_rows == first);
+  CHECK(got.header->num_tiles == tile);
+  for (; tile < got.max_tiles; ++tile) REQUIRE(got.tiles[tile] == RowGroup{});
 }
 
 }  // namespace

@@ -97,12 +97,12 @@ struct Shape {
 };
 
 /// How a delta is launched.
-enum class Form { automatic, cluster_16, cluster_8, cluster_4, cluster_2, cluster_1, two_launches, split };
-inline constexpr Form all_forms[] = {Form::automatic, Form::cluster_16, Form::cluster_8,    Form::cluster_4,
-                                     Form::cluster_2, Form::cluster_1,  Form::two_launches, Form::split};
+enum class Form { automatic, cluster_16, cluster_8, cluster_4, cluster_2, two_launches, split };
+inline constexpr Form all_forms[] = {Form::automatic, Form::cluster_16,   Form::cluster_8, Form::cluster_4,
+                                     Form::cluster_2, Form::two_launches, Form::split};
 inline char const* name(Form form) {
-  constexpr char const* names[] = {"automatic", "cluster 16", "cluster 8",    "cluster 4",
-                                   "cluster 2", "cluster 1",  "two launches", "split"};
+  constexpr char const* names[] = {"automatic", "cluster 16",   "cluster 8", "cluster 4",
+                                   "cluster 2", "two launches", "split"};
   return names[static_cast<int>(form)];
 }
 
@@ -114,7 +114,7 @@ Machine const& machine() {
   static Machine const made = [] {
     auto result = prepare<Delta<T, Y>, SplitDelta<T, Y>, TunedDelta<Clustered<16>, T, Y>,
                           TunedDelta<Clustered<8>, T, Y>, TunedDelta<Clustered<4>, T, Y>,
-                          TunedDelta<Clustered<2>, T, Y>, TunedDelta<Clustered<1>, T, Y>, RowPlanning>(0);
+                          TunedDelta<Clustered<2>, T, Y>, RowPlanning>(0);
     if (!result) {
       MESSAGE(result.error().message);
       std::abort();
@@ -249,7 +249,6 @@ class Batch {
       case Form::cluster_8: CUDA_OK((launch_delta_tuned<Clustered<8>>(params, m, stream))); break;
       case Form::cluster_4: CUDA_OK((launch_delta_tuned<Clustered<4>>(params, m, stream))); break;
       case Form::cluster_2: CUDA_OK((launch_delta_tuned<Clustered<2>>(params, m, stream))); break;
-      case Form::cluster_1: CUDA_OK((launch_delta_tuned<Clustered<1>>(params, m, stream))); break;
       case Form::two_launches: CUDA_OK(launch_delta_in_two_launches(params, m, stream)); break;
       case Form::split: {
         ShrinkParams<T> shrink;

@@ -3,6 +3,8 @@
 // Instantiates every kernel that the library's tunings pick, in every element type, for
 // tools/kernel-resources.
 #include "atlas/lora/kernels/delta.cuh"
+#include "atlas/lora/kernels/expert_delta.cuh"
+#include "atlas/lora/kernels/expert_plan.cuh"
 #include "atlas/lora/kernels/overlay_embed.cuh"
 #include "atlas/lora/kernels/overlay_head.cuh"
 #include "atlas/lora/kernels/pair_delta.cuh"
@@ -22,6 +24,7 @@ void instantiate() {
 void instantiate_all() {
   instantiate<Delta<float>, Delta<__half>, Delta<__nv_bfloat16>, Delta<__nv_bfloat16, float>>();
   instantiate<SplitDelta<float>, SplitDelta<__half>, SplitDelta<__nv_bfloat16>>();
+  instantiate<ExpertDelta<float>, ExpertDelta<__half>, ExpertDelta<__nv_bfloat16>, ExpertPlanning>();
   instantiate<PairDelta<__nv_bfloat16>, PairDelta<__nv_bfloat16, 16>, RowPlanning>();
   instantiate<OverlayHead<float>, OverlayHead<__half>, OverlayHead<__nv_bfloat16>,
               OverlayHead<__nv_bfloat16, float>>();

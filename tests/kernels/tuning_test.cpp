@@ -20,8 +20,8 @@ constexpr bool all_valid() {
 }
 static_assert(all_valid(), "a tuning of the library cannot be built");
 static_assert(!valid(DeltaTuning{128, 8, 2, 2}) && !valid(DeltaTuning{256, 3, 2, 2}) &&
-              !valid(DeltaTuning{256, 32, 1, 1}));
-static_assert(!valid(DeltaTuning{768, 8, 3, 1}));  // 2,304 threads a multiprocessor
+              !valid(DeltaTuning{256, 1, 2, 2}) && !valid(DeltaTuning{256, 32, 1, 1}));
+static_assert(!valid(DeltaTuning{768, 8, 1, 1}) && !valid(DeltaTuning{512, 8, 5, 1}));  // 2,560 threads
 static_assert(delta_form(80) == DeltaForm::two_launches && delta_form(89) == DeltaForm::two_launches);
 static_assert(delta_form(90) == DeltaForm::one_launch && delta_form(121) == DeltaForm::one_launch);
 static_assert(largest_cluster(80) == 1 && largest_cluster(90) == 16 && largest_cluster(103) == 16);

@@ -8,6 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "../outcome.hpp"
+
 using namespace atlas::lora;
 
 namespace {
@@ -45,9 +47,7 @@ ModelConfig hybrid(std::int32_t layers, std::int64_t hidden, std::int64_t heads,
 }
 
 ModelShape shape_of(ModelConfig const& config, ModuleChoice choice = {}) {
-  auto shape = model_shape(config, choice);
-  REQUIRE_MESSAGE(shape, (shape ? "" : shape.error().message));
-  return *shape;
+  return testing::good(model_shape(config, choice));
 }
 
 // Bytes of a packed slot at rank `rank` in 2-byte elements: A and B of every site in order.
@@ -278,4 +278,13 @@ TEST_CASE("what is wrong with a configuration is said by the field's name") {
     c.linear_value_heads = c.linear_value_head_dim = std::int64_t{1} << 40;
     CHECK(model_shape(c).has_value());
   }
+}
+
+TEST_CASE("a model type from a file is shown on one line and not endlessly") {
+  ModelConfig config = dense("ll\x1b[31m\nama");
+  Error const error = testing::bad(model_shape(config));
+  CHECK(error.code == Errc::unsupported);
+  CHECK(testing::says(error.message, "model_type 'll?[31m?ama' is not a known family"));
+  config.model_type = std::string(100'000, 'x');
+  CHECK(testing::bad(model_shape(config)).message.size() < 400);
 }

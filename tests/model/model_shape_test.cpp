@@ -3,10 +3,17 @@
 
 #include <doctest/doctest.h>
 
+#include <cstdint>
+#include <functional>
+#include <set>
 #include <string>
 #include <utility>
+#include <vector>
+
+#include "../outcome.hpp"
 
 using namespace atlas::lora;
+using atlas::lora::testing::says;
 
 namespace {
 
@@ -24,8 +31,6 @@ std::string fault_of(ModelDescription description) {
   return shape.error().message;
 }
 
-bool says(std::string const& message, char const* words) { return message.find(words) != std::string::npos; }
-
 }  // namespace
 
 TEST_CASE("sites go by layer, then by the list, model-wide ones last") {
@@ -37,6 +42,42 @@ TEST_CASE("sites go by layer, then by the list, model-wide ones last") {
   CHECK(shape->sites()[2] == Site{1, 1});
   CHECK(shape->sites()[3] == Site{model_wide, 2});
   CHECK(shape->module(shape->sites()[3]).name == "lm_head");
+}
+
+TEST_CASE("shapes have one fingerprint exactly when names, layers, widths, experts and embedding agree") {
+  auto const fingerprint = [](ModelDescription description) {
+    return testing::good(ModelShape::create(std::move(description))).fingerprint();
+  };
+  std::uint64_t const same = fingerprint(two_layers());
+  CHECK(same == fingerprint(two_layers()));
+  CHECK(same != ModelShape().fingerprint());
+  std::vector<std::function<void(ModelDescription&)>> const changes{
+      [](ModelDescription& d) { d.num_layers = 3; },
+      [](ModelDescription& d) { d.hidden = 9; },
+      [](ModelDescription& d) { d.vocab = 17; },
+      [](ModelDescription& d) { d.tied_head = true; },
+      [](ModelDescription& d) { d.modules[0].name = "attn.k"; },
+      [](ModelDescription& d) { d.modules[0].n_out = 5; },
+      [](ModelDescription& d) { d.modules[0].k_in = 9; },
+      [](ModelDescription& d) { d.modules[0].layers = {0}; },
+      [](ModelDescription& d) {
+        d.modules[0].parts = {2, 2};
+      },
+      [](ModelDescription& d) { d.modules.pop_back(); },
+      [](ModelDescription& d) { std::swap(d.modules[0], d.modules[1]); },
+      [](ModelDescription& d) {
+        d.moe = {2, {0}, 8, 4, {}};
+      },
+  };
+  std::set<std::uint64_t> seen{same};
+  for (auto const& change : changes) {
+    ModelDescription description = two_layers();
+    change(description);
+    CHECK(seen.insert(fingerprint(description)).second);
+  }
+  ModelDescription marked = two_layers();
+  marked.modules[0].ffn = true;  // a lever makes no other model
+  CHECK(fingerprint(marked) == same);
 }
 
 TEST_CASE("a module is found in the layers that have it and in no other") {

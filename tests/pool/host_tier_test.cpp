@@ -45,8 +45,15 @@ struct Reader {
     return files->read(name, stop);
   }
 };
-using Tier = HostTier<Reader>;
+using Tier = HostTier<float, Reader>;
 static_assert(AdapterReader<Reader> && !AdapterReader<int>);
+
+// In blocks of half of the smallest adapter.
+PinnedArena arena_of(std::size_t bytes, HostBackend const& backend = {}) {
+  auto arena = PinnedArena::create(backend, bytes, 256);
+  REQUIRE(arena.has_value());
+  return *arena;
+}
 
 // Whether `condition` comes true within ten seconds.
 bool soon(std::function<bool()> const& condition) {
@@ -72,9 +79,9 @@ std::vector<std::string> names_in(Tier const& tier) {
 
 TEST_CASE("an adapter is read once and kept, and its bytes are counted") {
   Files files;
-  Tier tier(2048, {&files});
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
   Tier::Content const first = get(tier, "a");
-  CHECK(first->digest == Digest{'a', 1});
+  CHECK(first->outline().digest == Digest{'a', 1});
   CHECK(get(tier, "a") == first);
   CHECK(files.reads == 1);
   HostTierSnapshot const now = tier.snapshot();
@@ -86,18 +93,108 @@ TEST_CASE("an adapter is read once and kept, and its bytes are counted") {
   CHECK(now.counters == HostTierCounters{1, 1, 0, 0, 0, 0});
 }
 
-TEST_CASE("all tensors of an adapter count") {
-  Adapter adapter = tiny_adapter(tiny_shape(), 1, 8, {0}, true);
-  CHECK(host_bytes(adapter) == 512 + 6 * 4);
-  adapter.experts.push_back(tensor(1, 0, 0, {3}));
-  adapter.router.push_back(tensor(1, 0, 0, {5}));
-  adapter.raw_overlay.head.table = tensor(1, 0, 0, {7});
-  CHECK(host_bytes(adapter) == 512 + 6 * 4 + (3 + 5 + 7) * 4);
+TEST_CASE(
+    "an adapter takes whole blocks of pinned memory, which is taken once and given back with the last "
+    "holder") {
+  Files files;
+  HostBackend backend;
+  Tier::Content held;
+  {
+    Tier tier(tiny_shape(), arena_of(2048, backend), {&files});
+    CHECK(backend.live_bytes() == 2048);
+    held = get(tier, "a");
+    get(tier, "b");
+    CHECK(backend.live_bytes() == 2048);
+    tier.forget("a");
+    CHECK(tier.snapshot().bytes == 2 * 512);  // it is held all the same
+    CHECK(tier.snapshot().entries.size() == 1);
+  }
+  CHECK(backend.live_bytes() == 2048);
+  held.reset();
+  CHECK(backend.live_bytes() == 0);
+}
+
+TEST_CASE("a bias and every rank come out of a tier's blocks into a slot as they went in") {
+  HostBackend backend;
+  for (std::size_t const block_bytes : {4U, 52U, 256U, 100'000U}) {  // pieces of an element and of all
+    auto arena = PinnedArena::create(backend, 100'000, block_bytes);
+    REQUIRE(arena.has_value());
+    auto const read = [](std::string_view name, std::stop_token const&) noexcept {
+      return Result<Adapter>(tiny_adapter(tiny_shape(), 5, name[0] - '0', {0, 1, 4}, true));
+    };
+    HostTier<float, decltype(read)> tier(tiny_shape(), *arena, read);
+    Pool pool = make_pool({.max_slots = 1, .spare = 1, .max_rank = 8, .biases = true});
+    for (char const* const rank : {"1", "3", "8"}) {
+      auto const staged = promote(pool, tier, rank);
+      REQUIRE(staged.has_value());
+      step(pool);
+      Adapter const expected = tiny_adapter(tiny_shape(), 5, rank[0] - '0', {0, 1, 4}, true);
+      CHECK(slot_holds(pool, 0, &expected));
+      auto const direct = pool.load(rank, expected);  // the same content, whichever way it comes
+      REQUIRE(direct.has_value());
+      CHECK(direct->key == staged->key);
+      step(pool);
+    }
+  }
+}
+
+TEST_CASE("a pool refuses by name what was audited or packed for another model, and what has no room in it") {
+  Files files;
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
+  ModelDescription d;
+  d.num_layers = 1;
+  d.modules = {{"k", 6, 10, {0}, {}}};  // q's widths and place, and another linear
+  ModelShape const other = *ModelShape::create(d);
+  auto pool = *AdapterPool<float, HostBackend>::create(other, {.max_slots = 1, .max_rank = 8});
+  auto const packed = pool.load("a", *get(tier, "a"));
+  REQUIRE_FALSE(packed.has_value());
+  CHECK(packed.error() == Error{Errc::shape_mismatch,
+                                "adapter 'a': was audited for another model than the pool's (ModelShape)"});
+  Adapter adapter = tiny_adapter(tiny_shape(), 1, 8, {0});
+  CHECK(pool.load("by hand", adapter).has_value());
+  adapter.model = tiny_shape().fingerprint();
+  CHECK(code(pool.load("audited", adapter)) == Errc::shape_mismatch);
+  CHECK(pool.snapshot().counters.refused(Errc::shape_mismatch) == 2);
+  auto narrow = *AdapterPool<float, HostBackend>::create(tiny_shape(), {.max_slots = 1, .max_rank = 1});
+  CHECK(narrow.load("a", *get(tier, "a")).has_value());  // rounded up to 8
+  auto const read = [](std::string_view, std::stop_token const&) noexcept {
+    return Result<Adapter>(tiny_adapter(tiny_shape(), 5, 9, {0}, true));
+  };
+  HostTier<float, decltype(read)> wide(tiny_shape(), arena_of(4096), read);
+  auto const refused = promote(narrow, wide, "w");
+  REQUIRE_FALSE(refused.has_value());
+  CHECK(refused.error() == Error{Errc::rank_exceeds_pool,
+                                 "adapter 'w': layer 0 'q': rank 9 exceeds the pool's 8\n"
+                                 "adapter 'w': layer 0 'q': the pool was made without biases"});
+}
+
+TEST_CASE("an arena holds whole blocks, and refuses what makes none") {
+  HostBackend backend;
+  auto const arena = PinnedArena::create(backend, 1000, 300);
+  REQUIRE(arena.has_value());
+  CHECK(arena->blocks() == 3);
+  CHECK(backend.live_bytes() == 900);
+  CHECK(arena->blocks_for(0) == 0);
+  CHECK(arena->blocks_for(300) == 1);
+  CHECK(arena->blocks_for(301) == 2);
+  CHECK_FALSE(arena->take(4).has_value());
+  {
+    auto const two = arena->take(2);
+    REQUIRE(two.has_value());
+    CHECK(two->size() == 600);
+    CHECK(arena->free_blocks() == 1);
+  }
+  CHECK(arena->free_blocks() == 3);
+  CHECK(code(PinnedArena::create(backend, 299, 300)) == Errc::invalid_argument);
+  CHECK(code(PinnedArena::create(backend, 0, 0)) == Errc::invalid_argument);
+  ScriptedBackend failing;
+  failing.script().fail_at = 0;
+  CHECK(code(PinnedArena::create(failing, 300, 300)) == Errc::device);
 }
 
 TEST_CASE("a hundred threads that ask for one adapter cause one read, and all see it") {
   Files files;
-  Tier tier(2048, {&files});
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
   files.before = [&](std::string_view, std::stop_token const&) {
     CHECK(soon([&] { return tier.snapshot().counters.joins == 99; }));  // the tier answers while it reads
     CHECK(tier.snapshot().reading == 1);
@@ -114,7 +211,7 @@ TEST_CASE("a hundred threads that ask for one adapter cause one read, and all se
 TEST_CASE("a hundred threads that ask for one adapter see its one error, and the next one reads again") {
   Files files;
   files.broken = true;
-  Tier tier(2048, {&files});
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
   files.before = [&](std::string_view, std::stop_token const&) {
     CHECK(soon([&] { return tier.snapshot().counters.joins == 99; }));
   };
@@ -138,7 +235,7 @@ TEST_CASE("a hundred threads that ask for one adapter see its one error, and the
 
 TEST_CASE("the adapter that was asked for longest ago leaves for a new one, and one that is held stays") {
   Files files;
-  Tier tier(3 * 512, {&files});
+  Tier tier(tiny_shape(), arena_of(3 * 512), {&files});
   for (char const* const name : {"a", "b", "c"}) get(tier, name);
   CHECK(tier.snapshot().bytes == 3 * 512);  // the budget is used to its last byte
   get(tier, "a");
@@ -154,7 +251,7 @@ TEST_CASE("the adapter that was asked for longest ago leaves for a new one, and 
 
 TEST_CASE("what does not fit beside what is held is told to retry, what never fits is not, nothing leaves") {
   Files files;
-  Tier tier(2 * 512, {&files});
+  Tier tier(tiny_shape(), arena_of(2 * 512), {&files});
   Tier::Content held = get(tier, "a");
   get(tier, "b");
   auto const later = tier.get("large");
@@ -167,7 +264,7 @@ TEST_CASE("what does not fit beside what is held is told to retry, what never fi
   held.reset();
   CHECK(get(tier, "large") != nullptr);
   CHECK(tier.snapshot().counters.refusals == 1);
-  Tier small(1023, {&files});
+  Tier small(tiny_shape(), arena_of(1023), {&files});  // three blocks
   get(small, "a");
   auto const never = small.get("large");
   REQUIRE_FALSE(never.has_value());
@@ -177,7 +274,7 @@ TEST_CASE("what does not fit beside what is held is told to retry, what never fi
 
 TEST_CASE("what was prefetched is read no more, and a prefetch waits for nobody") {
   Files files;
-  Tier tier(2048, {&files});
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
   REQUIRE(tier.prefetch("a").has_value());
   REQUIRE(tier.prefetch("a").has_value());
   CHECK(files.reads == 1);
@@ -196,7 +293,7 @@ TEST_CASE("what was prefetched is read no more, and a prefetch waits for nobody"
 
 TEST_CASE("the reader may use the tier, and two names are read at one time") {
   Files files;
-  Tier tier(2048, {&files});
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
   files.before = [&](std::string_view name, std::stop_token const&) {
     if (name == "a") CHECK(tier.prefetch("b").has_value());
   };
@@ -212,7 +309,7 @@ TEST_CASE("the reader may use the tier, and two names are read at one time") {
 
 TEST_CASE("who cancels ends its own wait, and when it is the one that reads, another one reads") {
   Files files;
-  Tier tier(2048, {&files});
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
   std::stop_source first;
   std::stop_source second;
   files.before = [&](std::string_view, std::stop_token const& stop) {
@@ -236,11 +333,11 @@ TEST_CASE("who cancels ends its own wait, and when it is the one that reads, ano
 
 TEST_CASE("a name that is forgotten is read again, and what was being read meanwhile is not kept") {
   Files files;
-  Tier tier(2048, {&files});
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
   Tier::Content const old_content = get(tier, "a");
   tier.forget("a");
   tier.forget("nobody");
-  CHECK(tier.snapshot().bytes == 0);
+  CHECK(names_in(tier).empty());
   CHECK(get(tier, "a") != old_content);
   CHECK(files.reads == 2);
   files.before = [&](std::string_view name, std::stop_token const&) { tier.forget(name); };
@@ -251,18 +348,45 @@ TEST_CASE("a name that is forgotten is read again, and what was being read meanw
 
 TEST_CASE("an adapter that is promoted from the tier is read by no file") {
   Files files;
-  Tier tier(2048, {&files});
+  Tier tier(tiny_shape(), arena_of(2048), {&files});
   Pool pool = make_pool({.max_slots = 1, .spare = 1, .max_rank = 8});
   for (char const* const name : {"a", "b", "a", "b"}) {
     REQUIRE(promote(pool, tier, name).has_value());
     step(pool);
-    CHECK(slot_holds(pool, acquire(pool, name).slot(), get(tier, name).get()));
+    Adapter const read = tiny_adapter(pool.shape(), static_cast<std::uint32_t>(name[0]), 8, {0});
+    CHECK(slot_holds(pool, acquire(pool, name).slot(), &read));
     step(pool);
   }
   CHECK(files.reads == 2);
   files.broken = true;
   CHECK(code(promote(pool, tier, "c")) == Errc::io);
   CHECK(pool.names() == std::vector<std::string>{"b"});
+}
+
+TEST_CASE(
+    "ten threads for each of three names cause three reads and three loads, and agree on slots and ids") {
+  Files files;
+  Tier tier(tiny_shape(), arena_of(4096), {&files});
+  auto pool =
+      *AdapterPool<float, HostBackend>::create(tiny_shape(), {.max_slots = 3, .spare = 2, .max_rank = 8});
+  std::vector<std::string> const names{"a", "b", "c"};
+  std::vector<Staged> staged(30);
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < staged.size(); ++i) {
+    threads.emplace_back([&, i] {
+      auto const outcome = promote(pool, tier, names[i % 3]);
+      CHECK(outcome.has_value());
+      if (outcome) staged[i] = *outcome;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(files.reads == 3);
+  CHECK(pool.snapshot().counters.loads == 3);
+  CHECK(tier.snapshot().reading == 0);
+  for (std::size_t i = 3; i < staged.size(); ++i) {
+    CHECK(staged[i].key == staged[i % 3].key);
+    CHECK(staged[i].id == staged[i % 3].id);
+  }
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ TEST_CASE("a pair is packed as A, then B at its padded rank, then the bias") {
       CHECK(out[9 + n * 8 + j] == (j < 3 ? element(1, 4, 1, n * 3 + j) : 0.0F));
     CHECK(out[9 + 56 + n] == element(1, 4, 2, n));
   }
-  CHECK(detail::packed_bytes(adapter, shape, sizeof(float)) == out.size() * sizeof(float));
+  CHECK(detail::outline_of(adapter, shape, sizeof(float), {}, false).bytes == out.size() * sizeof(float));
 }
 
 struct Fault {
@@ -85,8 +85,10 @@ std::vector<Fault> const faults{
     {"B cut short", [](Adapter& a) { a.pairs[0].b.bytes.resize(8); }, Errc::shape_mismatch, "site 0.lora_B"},
     {"a bias", [](Adapter& a) { a.pairs[0].bias = tensor(1, 0, 2, {6}); }, Errc::unsupported,
      "site 0.lora_B.bias"},
-    {"experts", [](Adapter& a) { a.experts.push_back(tensor(1, 9, 0, {1})); }, Errc::unsupported, "site 9"},
-    {"a router", [](Adapter& a) { a.router.push_back(tensor(1, 9, 0, {1})); }, Errc::unsupported, "site 9"},
+    {"experts", [](Adapter& a) { a.experts.push_back({.a = tensor(1, 9, 0, {1}), .b = {}, .bias = {}}); },
+     Errc::unsupported, "site 9"},
+    {"a router", [](Adapter& a) { a.routers.push_back({.a = tensor(1, 9, 0, {1}), .b = {}, .bias = {}}); },
+     Errc::unsupported, "site 9"},
     {"token rows", [](Adapter& a) { a.raw_overlay.head.table = tensor(1, 9, 0, {1}); }, Errc::unsupported,
      "site 9.lora_A': token rows that build_overlay has not built"},
 };
@@ -116,7 +118,7 @@ TEST_CASE("all faults of an adapter are reported at once") {
   adapter.pairs[0].a.bytes.clear();
   adapter.pairs[1].scale = std::numeric_limits<float>::quiet_NaN();
   adapter.pairs[2].rank = 99;
-  adapter.router.push_back(tensor(1, 9, 0, {1}));
+  adapter.routers.push_back({.a = tensor(1, 9, 0, {1}), .b = {}, .bias = {}});
   auto const checked = detail::check_adapter("many", adapter, shape, 16, false, false);
   REQUIRE_FALSE(checked.has_value());
   CHECK(checked.error().code == Errc::shape_mismatch);
@@ -128,8 +130,8 @@ TEST_CASE("all faults of an adapter are reported at once") {
 TEST_CASE("an adapter with parts that a pool does not serve is loaded without them where that is asked for") {
   Pool pool = make_pool({.max_slots = 1, .max_rank = 16});
   Adapter adapter = tiny_adapter(pool.shape(), 1, 8, {0, 2});
-  adapter.experts.push_back(tensor(1, 9, 0, {1}));
-  load(pool, "a", adapter, {.leave_out_unserved = true});
+  adapter.experts.push_back({.a = tensor(1, 9, 0, {1}), .b = {}, .bias = {}});
+  load(pool, "a", adapter, {.packing = {.leave_out_unserved = true}});
   step(pool);
   CHECK(slot_holds(pool, acquire(pool, "a").slot(), &adapter));
 }

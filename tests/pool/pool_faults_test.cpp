@@ -263,7 +263,7 @@ TEST_CASE("an element that the pool's type cannot hold stops the load at any pai
   float const value = -70000.0F;
   std::memcpy(large.pairs[0].a.bytes.data(), &value, sizeof(value));
   step(pool);
-  Staged const saturated = load(pool, "a", large, {.conversion = {.saturate_overflow = true}});
+  Staged const saturated = load(pool, "a", large, {.packing = {.conversion = {.saturate_overflow = true}}});
   CHECK(saturated.counts.overflow == 1);
   step(pool);
   CHECK(to_f32(pool.route(0, "q")->cell(0)->a[0]) == -65504.0F);
@@ -272,7 +272,7 @@ TEST_CASE("an element that the pool's type cannot hold stops the load at any pai
   Adapter const small = tiny_adapter(pool.shape(), 4, 8, {0});
   std::uint64_t const strict = load(pool, "b", small).id;
   step(pool);
-  CHECK(load(pool, "b", small, {.conversion = {.saturate_overflow = true}}).id != strict);
+  CHECK(load(pool, "b", small, {.packing = {.conversion = {.saturate_overflow = true}}}).id != strict);
 }
 
 TEST_CASE("after a publication that failed at any call, a slot without a tenant comes to hold nothing") {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -29,49 +30,78 @@ using namespace atlas_test;
 
 constexpr std::size_t num_names = 10;
 constexpr std::uint32_t versions = 4;  // contents of each name
-constexpr int requests_each = 500;
+// Calls of the pool and the tier, by all threads together; ATLAS_TEST_STORM says how many for a long storm.
+std::uint64_t operations_wanted() {
+  char const* const said = std::getenv("ATLAS_TEST_STORM");
+  return said == nullptr ? 200'000 : std::strtoull(said, nullptr, 10);
+}
 
-// The host, with every `period`-th fallible call of each kind failing; 0 for none.
+enum class Call : std::uint8_t {
+  allocate_device,
+  allocate_pinned,
+  copy,
+  fill,
+  create_stream,
+  create_event,
+  record,
+  wait,
+  query,
+  synchronize,
+  is_capturing
+};
+constexpr std::size_t num_calls = 11;
+
+// The host, with every `period`-th fallible call failing; 0 for none.
 class FailingBackend : public HostBackend {
  public:
   std::atomic<std::uint64_t>& period() noexcept { return faults_->period; }
-  [[nodiscard]] std::uint64_t failed() const noexcept { return faults_->failed; }
+  /// How many calls of a kind have failed.
+  [[nodiscard]] std::uint64_t failed(std::size_t call) const noexcept { return faults_->failed[call]; }
 
+  Result<void*> allocate_device(std::size_t bytes) noexcept {
+    return fails(Call::allocate_device) ? Result<void*>(fault()) : HostBackend::allocate_device(bytes);
+  }
+  Result<void*> allocate_pinned(std::size_t bytes) noexcept {
+    return fails(Call::allocate_pinned) ? Result<void*>(fault()) : HostBackend::allocate_pinned(bytes);
+  }
   Result<void> copy(void* to, void const* from, std::size_t bytes, Stream on) noexcept {
-    return fails() ? Result<void>(fault()) : HostBackend::copy(to, from, bytes, on);
+    return fails(Call::copy) ? Result<void>(fault()) : HostBackend::copy(to, from, bytes, on);
   }
   Result<void> fill(void* to, std::byte byte, std::size_t bytes, Stream on) noexcept {
-    return fails() ? Result<void>(fault()) : HostBackend::fill(to, byte, bytes, on);
+    return fails(Call::fill) ? Result<void>(fault()) : HostBackend::fill(to, byte, bytes, on);
   }
-  Result<void> record(Event event, Stream on) noexcept {
-    return fails() ? Result<void>(fault()) : HostBackend::record(event, on);
-  }
-  Result<void> wait(Stream on, Event event) noexcept {
-    return fails() ? Result<void>(fault()) : HostBackend::wait(on, event);
-  }
-  Result<bool> query(Event event) noexcept {
-    return fails() ? Result<bool>(fault()) : HostBackend::query(event);
-  }
-  Result<void> synchronize(Event event) noexcept {
-    return fails() ? Result<void>(fault()) : HostBackend::synchronize(event);
+  Result<Stream> create_stream() noexcept {
+    return fails(Call::create_stream) ? Result<Stream>(fault()) : HostBackend::create_stream();
   }
   Result<Event> create_event() noexcept {
-    return fails() ? Result<Event>(fault()) : HostBackend::create_event();
+    return fails(Call::create_event) ? Result<Event>(fault()) : HostBackend::create_event();
+  }
+  Result<void> record(Event event, Stream on) noexcept {
+    return fails(Call::record) ? Result<void>(fault()) : HostBackend::record(event, on);
+  }
+  Result<void> wait(Stream on, Event event) noexcept {
+    return fails(Call::wait) ? Result<void>(fault()) : HostBackend::wait(on, event);
+  }
+  Result<bool> query(Event event) noexcept {
+    return fails(Call::query) ? Result<bool>(fault()) : HostBackend::query(event);
+  }
+  Result<void> synchronize(Event event) noexcept {
+    return fails(Call::synchronize) ? Result<void>(fault()) : HostBackend::synchronize(event);
   }
   Result<bool> is_capturing(Stream on) noexcept {
-    return fails() ? Result<bool>(fault()) : HostBackend::is_capturing(on);
+    return fails(Call::is_capturing) ? Result<bool>(fault()) : HostBackend::is_capturing(on);
   }
 
  private:
   struct Faults {
     std::atomic<std::uint64_t> calls = 0;
     std::atomic<std::uint64_t> period = 0;
-    std::atomic<std::uint64_t> failed = 0;
+    std::array<std::atomic<std::uint64_t>, num_calls> failed{};
   };
-  bool fails() noexcept {
+  bool fails(Call call) noexcept {
     std::uint64_t const period = faults_->period;
     if (period == 0 || ++faults_->calls % period != 0) return false;
-    ++faults_->failed;
+    ++faults_->failed[static_cast<std::size_t>(call)];
     return true;
   }
   static cuda::std::unexpected<Error> fault() { return fail(Errc::device, "injected"); }
@@ -119,18 +149,21 @@ std::uint32_t whole_content(std::array<RouteTable<float>, 3> const& tables, std:
 }
 
 struct Storm {
+  std::uint64_t const wanted = operations_wanted();
   FailingBackend backend;
   StormPool pool;
   Files files;
-  HostTier<Reader> tier{std::size_t{16} << 10, Reader{&files}};
+  HostTier<float, Reader> tier;
   std::array<RouteTable<float>, 3> tables;
   std::atomic<bool> stop = false;
-  std::atomic<int> served = 0;
+  std::atomic<std::uint64_t> operations = 0;
+  std::atomic<std::uint64_t> served = 0;
   std::mutex mutex;
   std::map<std::string, int> wrong;
   std::map<std::uint64_t, std::uint32_t> content_by_id;
 
-  explicit Storm(StormPool made) : backend(made.backend()), pool(std::move(made)) {
+  Storm(StormPool made, PinnedArena arena)
+      : backend(made.backend()), pool(std::move(made)), tier(tiny_shape(), std::move(arena), Reader{&files}) {
     tables = {*pool.route(0, "q"), *pool.route(1, "up"), *pool.route(model_wide, "lm_head")};
   }
 
@@ -141,22 +174,34 @@ struct Storm {
 
   // An injected fault, or one of those that a storm makes; anything else is a fault of the pool.
   void accept(Errc outcome) {
+    ++operations;
     bool const expected = retryable(outcome) || outcome == Errc::ok || outcome == Errc::device ||
                           outcome == Errc::io || outcome == Errc::not_found || outcome == Errc::cancelled;
     if (!expected) broke(std::string("refused for no reason: ") + to_string(outcome));
+  }
+
+  // Whether all that was wanted has happened, a fault of every kind of call too.
+  [[nodiscard]] bool enough() const {
+    if (operations < wanted || served < wanted / 100) return false;
+    for (std::size_t call = 0; call < num_calls; ++call) {
+      if (backend.failed(call) == 0) return false;
+    }
+    return true;
   }
 
   void engine(std::int32_t on) {
     while (!stop) {
       auto const begun = pool.begin_step(on);
       accept(code(begun));
-      while (begun && !pool.end_step(on)) continue;  // only for injected faults
+      for (bool open = begun.has_value(); open; ++operations) {
+        open = !pool.end_step(on);  // only for injected faults
+      }
     }
   }
 
   void request(std::size_t seed) {
     std::minstd_rand random(static_cast<std::uint32_t>(seed + 1));
-    for (int done = 0; done < requests_each;) {
+    while (!enough()) {
       std::size_t const index = random() % num_names;
       auto lease = pool.acquire(name_at(index));
       accept(code(lease));
@@ -169,6 +214,7 @@ struct Storm {
         broke("a lease found another tenant's content, or torn content");
       }
       auto const fork = pool.acquire(lease->key());
+      ++operations;
       if (!fork || fork->id() != lease->id() || lease->id() == base_id) {
         broke("a leased tenancy could not be leased again");
       }
@@ -179,7 +225,6 @@ struct Storm {
           ++wrong["an id was given to two contents"];
       }
       ++served;
-      ++done;
     }
   }
 
@@ -203,12 +248,24 @@ struct Storm {
       auto const unloaded = pool.unload(name_at(random() % num_names));
       if (code(unloaded) != Errc::invalid_argument) accept(code(unloaded));  // that is the active one's
       accept(code(pool.set_active(random() % 3 == 0 ? std::string() : name_at(random() % num_names))));
+      make_another();
       std::this_thread::yield();
     }
   }
 
+  // Another pool and another tier's memory on the same device come and go, so that their allocations fail
+  // too.
+  void make_another() {
+    auto other = StormPool::create(tiny_shape(), {.max_slots = 1, .max_rank = 8}, backend);
+    auto const arena = PinnedArena::create(backend, 1024, 512);
+    accept(code(other));
+    accept(code(arena));
+    if (other) accept(code(other->load("other", tiny_adapter(tiny_shape(), 1, 8, {0, 3, 4}))));
+  }
+
   void observe() {
     while (!stop) {
+      operations += 2;
       PoolSnapshot const now = pool.snapshot();
       for (SlotStatus const& slot : now.slots) {
         if (slot.leases < 0) broke("fewer than no leases");
@@ -226,7 +283,9 @@ TEST_CASE("a storm of loads, steps, requests and faults loses no lease, no byte 
   {
     auto made = StormPool::create(tiny_shape(), {.max_slots = 6, .spare = 3, .max_rank = 8}, backend);
     REQUIRE(made.has_value());
-    Storm storm(*std::move(made));
+    auto arena = PinnedArena::create(backend, std::size_t{16} << 10, 512);
+    REQUIRE(arena.has_value());
+    Storm storm(*std::move(made), *arena);
     std::size_t const bytes = backend.live_bytes();
     backend.period() = 97;
     std::vector<std::thread> requests;
@@ -241,8 +300,11 @@ TEST_CASE("a storm of loads, steps, requests and faults loses no lease, no byte 
     storm.stop = true;
     for (std::thread& thread : others) thread.join();
     for (auto const& [promise, times] : storm.wrong) FAIL_CHECK(times << " times: " << promise);
-    CHECK(storm.served == 8 * requests_each);
-    CHECK(backend.failed() > 0);
+    CHECK(storm.tier.snapshot().counters.failures > 0);
+    std::uint64_t failed = 0;
+    for (std::size_t call = 0; call < num_calls; ++call) failed += backend.failed(call);
+    MESSAGE(storm.operations.load() << " operations, " << storm.served.load() << " requests, " << failed
+                                    << " faults");
     backend.period() = 0;
 
     // Afterwards all is as it was: no lease, every place spare or named, and every name can be loaded.

@@ -311,7 +311,7 @@ class World {
 
   // Every lease, and everything that the open step may read, finds the content that it was given, whole.
   void check_readers() {
-    std::array<std::int64_t, 3> leases{};
+    std::array<std::int32_t, 3> leases{};
     for (auto const& request : requests_) {
       if (!request) continue;
       ++leases[static_cast<std::size_t>(request->lease.slot())];
@@ -334,6 +334,7 @@ class World {
       if (!found || !published_[name]) continue;
       if (!slots.insert(found->slot).second) broke("two names find one slot");
       if (!holds_content(found->slot, *published_[name])) broke("a name found other content");
+      if (code(pool_.acquire(*found)) == Errc::stale) broke("a name found a key that has ended");
     }
     if (slots.size() != pool_.names().size()) broke("a slot has a name that was never loaded");
     bool active_is_there = active_.empty();

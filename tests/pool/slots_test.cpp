@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -22,9 +23,9 @@ static_assert(!std::is_copy_constructible_v<Lease> && !std::is_copy_assignable_v
 static_assert(SlotKey{}.slot == base_slot);
 
 // A ledger with one stream, and content in as many slots as there are names.
-std::shared_ptr<SlotLedger> ledger_with(std::vector<std::string> const& names, std::int32_t max_slots) {
-  auto ledger = std::make_shared<SlotLedger>(max_slots, 0, max_slots + 1);
-  ledger->steps.emplace_back();
+SlotLedger::Owner ledger_with(std::vector<std::string> const& names, std::int32_t max_slots) {
+  auto ledger = SlotLedger::create(max_slots, 0, max_slots + 1);
+  ledger->streams.emplace_back();
   for (std::size_t i = 0; i < names.size(); ++i) {
     detail::Tenant tenant;
     tenant.name = names[i];
@@ -66,28 +67,57 @@ TEST_CASE("leases count, their ticks order uses, and a release moves neither tic
 
 TEST_CASE("a release waits for the step that was open, or the last one that ended, and for no later one") {
   auto const ledger = ledger_with({"a"}, 1);
-  detail::StepCounts& steps = ledger->steps[0];
-  steps = {1, 0, 0};  // step 1 is open
+  detail::StreamProgress& stream = ledger->streams[0];
+  ledger->open_step(0, ledger->number_step());  // step 1
   acquire(*ledger, "a").release();
   CHECK_FALSE(ledger->view(0).idle);
-  steps = {1, 1, 0};
+  stream = {0, 1, 0};  // it has ended
   CHECK_FALSE(ledger->view(0).idle);
-  steps = {2, 1, 1};  // step 1 is done, and step 2 open
+  ledger->open_step(0, ledger->number_step());
+  stream = {2, 2, 1};  // it is done, and step 2 open
   CHECK(ledger->view(0).idle);
-  steps = {2, 2, 1};
+  stream = {0, 2, 1};
   acquire(*ledger, "a").release();
   CHECK_FALSE(ledger->view(0).idle);
-  steps = {3, 2, 2};
+  ledger->open_step(0, ledger->number_step());
+  stream = {3, 3, 2};
   CHECK(ledger->view(0).idle);
 }
 
 TEST_CASE("a stream that comes later has not read what was released before") {
   auto const ledger = ledger_with({"a"}, 1);
   acquire(*ledger, "a").release();
-  ledger->steps.push_back({5, 4, 4});
+  ledger->streams.emplace_back();
+  ledger->open_step(1, ledger->number_step());
   CHECK(ledger->view(0).idle);
   acquire(*ledger, "a").release();
   CHECK_FALSE(ledger->view(0).idle);
+}
+
+TEST_CASE("a record waits for the stream that wrote it, and for no step of another one") {
+  auto const ledger = ledger_with({"a"}, 1);
+  ledger->streams.emplace_back();
+  ledger->overwrite(ledger->slots[0], 0, ledger->number_step());  // and step 1 could not begin
+  CHECK_FALSE(ledger->unread(ledger->slots[0]));
+  ledger->streams[1].passed = 2;
+  CHECK_FALSE(ledger->unread(ledger->slots[0]));
+  ledger->streams[0].passed = 3;
+  CHECK(ledger->unread(ledger->slots[0]));
+}
+
+TEST_CASE("a slot is claimed only while nobody is in it, and is as it was when somebody is") {
+  auto const ledger = ledger_with({"a"}, 1);
+  Lease lease = acquire(*ledger, "a");
+  CHECK_FALSE(ledger->claim(ledger->slots[0]));
+  CHECK(ledger->try_acquire(lease.key()).has_value());
+  ledger->open_step(0, ledger->number_step());
+  SlotKey const key = lease.key();
+  lease.release();
+  CHECK_FALSE(ledger->claim(ledger->slots[0]));  // the step is open
+  CHECK(ledger->try_acquire(key).has_value());
+  ledger->streams[0] = {0, detail::no_step, 1};
+  CHECK(ledger->claim(ledger->slots[0]));
+  CHECK_FALSE(ledger->try_acquire(key).has_value());
 }
 
 TEST_CASE("a tenancy is never given twice, neither to a slot nor in a pool") {
@@ -97,6 +127,7 @@ TEST_CASE("a tenancy is never given twice, neither to a slot nor in a pool") {
     detail::Tenant tenant;
     tenant.name = i % 2 == 0 ? "c" : "d";
     tenant.place = *ledger->take_place();
+    REQUIRE(ledger->claim(ledger->slots[static_cast<std::size_t>(i % 2)]));
     std::uint64_t const tenancy = ledger->stage(i % 2, tenant).tenancy;
     for (std::uint64_t const earlier : seen) CHECK(tenancy != earlier);
     seen.push_back(tenancy);
@@ -126,6 +157,27 @@ TEST_CASE("the first slot with the name is found, and the empty name finds none"
   CHECK(ledger->published("gamma") == 2);
   CHECK(ledger->published("delta") == base_slot);
   CHECK(ledger->published("") == base_slot);
+}
+
+TEST_CASE("leases outlive their ledger, whichever goes last, and the last one ends it") {
+  auto ledger = ledger_with({"a", "b", "c"}, 3);  // a leak or an early end is a sanitizer's to find
+  Lease first = acquire(*ledger, "a");
+  Lease second = acquire(*ledger, "a");
+  Lease third = acquire(*ledger, "c");
+  ledger.reset();
+  CHECK(first.slot() == 0);
+  third.release();
+  first.release();
+  CHECK(second.id() == adapter_id("a"));
+  second = Lease();
+  CHECK_FALSE(second);
+  ledger = ledger_with({"a"}, 1);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([lease = acquire(*ledger, "a")]() mutable { lease.release(); });
+  }
+  ledger.reset();
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace

@@ -17,10 +17,10 @@ namespace {
 using namespace atlas_test;
 
 constexpr SlotView idle(std::uint64_t uses, std::uint64_t tick, std::size_t bytes = 0) {
-  return SlotView{SlotState::ready, 0, tick, uses, bytes, true};
+  return SlotView{SlotState::ready, true, 0, tick, uses, bytes};
 }
 constexpr SlotView leased(std::uint64_t uses, std::uint64_t tick) {
-  return SlotView{SlotState::ready, 1, tick, uses, 0, false};
+  return SlotView{SlotState::ready, false, 1, tick, uses, 0};
 }
 
 constexpr LeastFrequentlyUsed frequency;

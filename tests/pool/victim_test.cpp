@@ -12,10 +12,10 @@ namespace {
 
 using namespace atlas::lora;
 
-constexpr SlotView filled(std::int64_t leases, std::uint64_t tick) {
-  return SlotView{SlotState::ready, leases, tick, 0, 0, leases == 0};
+constexpr SlotView filled(std::int32_t leases, std::uint64_t tick) {
+  return SlotView{SlotState::ready, leases == 0, leases, tick, 0, 0};
 }
-constexpr SlotView empty(std::uint64_t tick = 0) { return SlotView{SlotState::empty, 0, tick, 0, 0, false}; }
+constexpr SlotView empty(std::uint64_t tick = 0) { return SlotView{SlotState::empty, false, 0, tick, 0, 0}; }
 
 template <std::size_t N>
 constexpr std::optional<std::uint32_t> victim(std::array<SlotView, N> const& views) {
@@ -34,7 +34,7 @@ static_assert(LruIdle{}(std::span<SlotView const>()) == std::nullopt);
 static_assert(victim(std::array{filled(0, 4), filled(0, 4)}) == 0U, "the first of equals");
 static_assert(victim(std::array{filled(0, 9), empty(), empty()}) == 1U, "the first empty one");
 
-constexpr SlotView in_state(SlotState state) { return SlotView{state, 0, 0, 0, 0, false}; }
+constexpr SlotView in_state(SlotState state) { return SlotView{state, false, 0, 0, 0, 0}; }
 static_assert(victim(std::array{in_state(SlotState::loading), in_state(SlotState::staged),
                                 in_state(SlotState::draining), in_state(SlotState::ready)}) == std::nullopt,
               "only empty and idle slots give way");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 #include "atlas/lora/route/row_plan.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
@@ -15,12 +16,15 @@ namespace {
 using namespace atlas::lora;
 using Rows = std::vector<std::int32_t>;
 
-// Layout: header 16 bytes, 5 row slots padded from 20 to 32, min(5, 3) groups of 16, 5 rows padded to 32.
+// Layout: header 16 bytes, 5 row slots padded from 20 to 32, min(5, 3) groups of 16, 5 rows padded to 32, and
+// tiles of 16: 3 groups, and (5 - 3) / 8 = 0 more.
 constexpr RowPlanLayout small{5, 3};
 static_assert(small.row_slots_offset() == 16);
 static_assert(small.groups_offset() == 16 + 32);
 static_assert(small.rows_offset() == 16 + 32 + 3 * 16);
-static_assert(small.bytes() == 16 + 32 + 3 * 16 + 32);
+static_assert(small.tiles_offset() == 16 + 32 + 3 * 16 + 32);
+static_assert(small.bytes() == 16 + 32 + 3 * 16 + 32 + 3 * 16);
+static_assert(RowPlanLayout{100, 2}.max_tiles() == 2 + 98 / 8);
 static_assert(RowPlanLayout{2, 1000}.max_groups() == 2);
 
 constexpr bool rows_are_grouped_by_slot() {
@@ -29,9 +33,10 @@ constexpr bool rows_are_grouped_by_slot() {
   std::array<std::int32_t, 5> row_slots{};
   std::array<RowGroup, 3> groups{};
   std::array<std::int32_t, 5> rows{};
+  std::array<RowGroup, 3> tiles{};
   std::array<std::int32_t, 3> scratch{};
-  return build_row_plan(slots, small, header, row_slots, groups, rows, scratch) == Errc::ok &&
-         header.num_groups == 2 && header.num_rows == 3 &&
+  return build_row_plan(slots, small, header, row_slots, groups, rows, tiles, scratch) == Errc::ok &&
+         header.num_groups == 2 && header.num_rows == 3 && header.num_tiles == 2 && tiles == groups &&
          row_slots == std::array<std::int32_t, 5>{2, -1, 0, 2, -1} && groups[0] == RowGroup{0, 0, 1, 0} &&
          groups[1] == RowGroup{2, 1, 2, 0} && rows[0] == 2 && rows[1] == 0 && rows[2] == 3;
 }
@@ -60,6 +65,7 @@ void check_against_slow_grouping(HostPlan const& host, Rows const& slots) {
   RowPlan const& plan = host.plan;
   std::int32_t group = 0;
   std::int32_t place = 0;
+  std::int32_t tile = 0;
   for (std::int32_t slot = 0; slot < plan.max_slots; ++slot) {
     Rows expected;
     for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -69,11 +75,18 @@ void check_against_slow_grouping(HostPlan const& host, Rows const& slots) {
     REQUIRE(group < plan.header->num_groups);
     CHECK(plan.groups[group] == RowGroup{slot, place, static_cast<std::int32_t>(expected.size()), 0});
     CHECK(Rows(plan.rows + place, plan.rows + place + plan.groups[group].count) == expected);
+    for (std::int32_t row = 0; row < plan.groups[group].count; row += 8) {
+      std::int32_t const here = std::min(8, plan.groups[group].count - row);
+      REQUIRE(tile < plan.max_tiles);
+      CHECK(plan.tiles[tile++] == RowGroup{slot, place + row, here, 0});
+    }
     place += plan.groups[group].count;
     ++group;
   }
   CHECK(plan.header->num_groups == group);
   CHECK(plan.header->num_rows == place);
+  CHECK(plan.header->num_tiles == tile);
+  for (; tile < plan.max_tiles; ++tile) CHECK(plan.tiles[tile] == RowGroup{});
   for (std::int32_t i = 0; i < plan.capacity_rows; ++i) {
     auto const row = static_cast<std::size_t>(i);
     bool const adapted = row < slots.size() && slots[row] >= 0 && slots[row] < plan.max_slots;
@@ -104,6 +117,8 @@ TEST_CASE("a long prefill of one slot keeps its rows in one run") {
   REQUIRE(host.build(Rows(8192, 5)) == Errc::ok);
   CHECK(host.plan.header->num_groups == 1);
   CHECK(host.plan.groups[0] == RowGroup{5, 0, 8192, 0});
+  CHECK(host.plan.header->num_tiles == 1024);
+  CHECK(host.plan.tiles[1023] == RowGroup{5, 8184, 8, 0});
   for (std::int32_t i = 0; i < 8192; ++i) REQUIRE(host.plan.rows[i] == i);
 }
 
@@ -141,18 +156,24 @@ TEST_CASE("parts that are too small for the layout are refused and nothing is wr
   std::array<std::int32_t, 4> row_slots{77, 77, 77, 77};
   std::array<RowGroup, 4> groups{};
   std::array<std::int32_t, 4> rows{};
+  std::array<RowGroup, 4> tiles{};
   std::array<std::int32_t, 4> scratch{};
   RowPlanLayout const layout{4, 4};
   std::span<std::int32_t> const short_ints = std::span<std::int32_t>(rows).first(3);
-  CHECK(build_row_plan(slots, layout, header, short_ints, groups, rows, scratch) == Errc::invalid_argument);
-  CHECK(build_row_plan(slots, layout, header, row_slots, std::span<RowGroup>(groups).first(3), rows,
-                       scratch) == Errc::invalid_argument);
-  CHECK(build_row_plan(slots, layout, header, row_slots, groups, short_ints, scratch) ==
+  std::span<RowGroup> const short_groups = std::span<RowGroup>(groups).first(3);
+  CHECK(build_row_plan(slots, layout, header, short_ints, groups, rows, tiles, scratch) ==
         Errc::invalid_argument);
-  CHECK(build_row_plan(slots, layout, header, row_slots, groups, rows, short_ints) == Errc::invalid_argument);
-  CHECK(build_row_plan(slots, RowPlanLayout{-1, 4}, header, row_slots, groups, rows, scratch) ==
+  CHECK(build_row_plan(slots, layout, header, row_slots, short_groups, rows, tiles, scratch) ==
         Errc::invalid_argument);
-  CHECK(build_row_plan(slots, RowPlanLayout{4, -1}, header, row_slots, groups, rows, scratch) ==
+  CHECK(build_row_plan(slots, layout, header, row_slots, groups, short_ints, tiles, scratch) ==
+        Errc::invalid_argument);
+  CHECK(build_row_plan(slots, layout, header, row_slots, groups, rows, short_groups, scratch) ==
+        Errc::invalid_argument);
+  CHECK(build_row_plan(slots, layout, header, row_slots, groups, rows, tiles, short_ints) ==
+        Errc::invalid_argument);
+  CHECK(build_row_plan(slots, RowPlanLayout{-1, 4}, header, row_slots, groups, rows, tiles, scratch) ==
+        Errc::invalid_argument);
+  CHECK(build_row_plan(slots, RowPlanLayout{4, -1}, header, row_slots, groups, rows, tiles, scratch) ==
         Errc::invalid_argument);
   CHECK(row_slots == std::array<std::int32_t, 4>{77, 77, 77, 77});
   CHECK(header.num_groups == 0);

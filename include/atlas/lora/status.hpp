@@ -3,9 +3,11 @@
 // What can go wrong, and how it is said. Nothing in the library throws.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -170,5 +172,19 @@ class Result<void> {
 [[nodiscard]] inline cuda::std::unexpected<Error> fail(Errc code, std::string message) {
   return cuda::std::unexpected<Error>(Error{code, std::move(message)});
 }
+
+namespace detail {
+
+/// A name from a file as a message may show it: on one line, and not endless.
+[[nodiscard]] inline std::string printable(std::string_view text) {
+  constexpr std::size_t longest = 240;
+  std::string out(text.substr(0, longest));
+  for (char& c : out) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  }
+  return text.size() > longest ? out + "..." : out;
+}
+
+}  // namespace detail
 
 }  // namespace atlas::lora::inline v0

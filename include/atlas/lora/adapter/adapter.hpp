@@ -36,6 +36,31 @@ struct AdapterPair {
   std::optional<HostTensor> bias;  ///< `[n_out]`, what PEFT's `lora_bias` trains
 };
 
+/// The pair of one linear of one expert. Fused parameters come apart into these, gate before up.
+struct ExpertPair {
+  std::int32_t layer = 0;  ///< global layer index
+  std::int32_t expert = 0;
+  ExpertLinear linear = ExpertLinear::gate;
+  std::int32_t rank = 0;           ///< true rank of this expert's pair, at least 1
+  float scale = 0.0F;              ///< as `AdapterPair::scale`
+  HostTensor a;                    ///< `[rank, k_in]`; its name is the file's, which several pairs may share
+  HostTensor b;                    ///< `[n_out, rank]`
+  std::optional<HostTensor> bias;  ///< `[n_out]`
+  /// Of an up: `a` is that of the gate before it, as a fused parameter has one A for both. A pool keeps it
+  /// once.
+  bool shares_a = false;
+};
+
+/// The pair of one layer's router, whose outputs are the experts' logits.
+struct RouterPair {
+  std::int32_t layer = 0;          ///< global layer index
+  std::int32_t rank = 0;           ///< true rank, at least 1
+  float scale = 0.0F;              ///< as `AdapterPair::scale`
+  HostTensor a;                    ///< `[rank, hidden]`
+  HostTensor b;                    ///< `[num_experts, rank]`
+  std::optional<HostTensor> bias;  ///< `[num_experts]`
+};
+
 /// What a file says about the rows of one of a model's tables, the embedding or the head. A row replaces the
 /// table's; nothing is added to it.
 struct RawTokenTable {
@@ -101,17 +126,20 @@ struct Digest {
 /// One adapter, checked against one `ModelShape`. Pairs are in site order (`ModelShape::sites()`).
 struct Adapter {
   std::vector<AdapterPair> pairs;
-  /// Tensors of parts that are recognised and that `AdapterPool` does not serve: experts and router. A pool
-  /// refuses an adapter that has any, by name, unless told to leave them out.
-  std::vector<HostTensor> experts;
-  std::vector<HostTensor> router;
-  RawOverlay raw_overlay;             ///< token rows that are not built yet; a pool refuses them likewise
-  TokenOverlay overlay;               ///< token rows that `build_overlay` has built
-  std::int32_t max_rank = 0;          ///< largest rank among `pairs`; 0 when there are none
-  std::int64_t modules_present = 0;   ///< sites the files name, linears only
-  std::int64_t modules_applied = 0;   ///< of those, how many are in `pairs`
+  std::vector<RouterPair> routers;  ///< ascending by layer
+  std::vector<ExpertPair> experts;  ///< ascending by layer, expert and linear
+  RawOverlay raw_overlay;     ///< token rows that are not built yet, which a pool refuses by name unless
+                              ///< told to leave them out
+  TokenOverlay overlay;       ///< token rows that `build_overlay` has built
+  std::int32_t max_rank = 0;  ///< largest rank among all pairs; 0 when there are none
+  /// Linears, routers, experts' linears and fused parameters that the files name, each once.
+  std::int64_t modules_present = 0;
+  std::int64_t modules_applied = 0;   ///< of those, how many are in the adapter
   std::vector<std::string> warnings;  ///< odd and harmless: alpha 0, a config that disagrees with the file
   Digest digest;
+  /// `ModelShape::fingerprint` of the model that it was audited against: a pool of another one refuses it. 0
+  /// when it was not audited; then its widths alone are compared.
+  std::uint64_t model = 0;
 };
 
 }  // namespace atlas::lora::inline v0

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "atlas/lora/adapter/faults.hpp"
+#include "atlas/lora/adapter/fused_experts.hpp"
 #include "atlas/lora/adapter/load_options.hpp"
 #include "atlas/lora/adapter/module_names.hpp"
 #include "atlas/lora/adapter/peft_config.hpp"
@@ -48,6 +49,7 @@ struct PairTensors {
   TensorInfo const* a = nullptr;
   TensorInfo const* b = nullptr;
   TensorInfo const* bias = nullptr;
+  FusedParameter parameter = FusedParameter::down;  // of fused experts: which one it changes
 };
 
 /// The tensors of one of the model's tables; null where the file has none.
@@ -70,7 +72,8 @@ struct AuditedParts {
   TableTensors embedding, head;
   std::vector<std::string> pair_paths;  // of every pair's tensors, also those that the model has no place for
   std::vector<std::string> table_paths;  // of every embedding's and head's tensors, in the file and renamed
-  std::int64_t linears_present = 0;
+  std::int64_t modules_present = 0;
+  bool older_axes = false;  // which way round the pairs of fused experts are
   std::vector<std::string> warnings;
 };
 
@@ -91,17 +94,16 @@ class Audit {
 
   [[nodiscard]] AuditedParts run(std::span<TensorInfo const> tensors) {
     for (TensorInfo const& tensor : tensors) sort(tensor);
-    for (auto const& [place, pair] : parts_.pairs) {
-      if (place.part == ModelPart::linear) ++parts_.linears_present;
-      check_pair(place, pair);
-    }
+    parts_.modules_present = std::ssize(parts_.pairs);
+    for (auto& [place, pair] : parts_.pairs) check_pair(place, pair);
+    settle_axes();
     for (TableTensors const* const table : {&parts_.embedding, &parts_.head}) check_table(*table);
     if (!unmatched_.empty() && !options_.lenient) {
-      fault(Errc::unmatched, std::to_string(parts_.linears_present) + " of " +
-                                 std::to_string(parts_.linears_present + std::ssize(unmatched_)) +
+      fault(Errc::unmatched, std::to_string(parts_.modules_present) + " of " +
+                                 std::to_string(parts_.modules_present + std::ssize(unmatched_)) +
                                  " modules of the adapter are in the model");
     }
-    parts_.linears_present += std::ssize(unmatched_);
+    parts_.modules_present += std::ssize(unmatched_);
     if (parts_.pairs.empty() && parts_.embedding.empty() && parts_.head.empty() && faults_.empty()) {
       fault(Errc::unmatched, "no tensor of the adapter belongs to the model");
     }
@@ -145,9 +147,7 @@ class Audit {
       sort_pair(tensor, name);
       return;
     }
-    bool const linear =
-        name.part == ModelPart::none || name.part == ModelPart::linear || name.part == ModelPart::head;
-    if (linear) unmatched_.insert(name.path);
+    unmatched_.insert(name.path);
     if (options_.lenient) {
       parts_.warnings.push_back("tensor '" + printable(tensor.name) + "' left out: " + name.reason);
     } else {
@@ -183,7 +183,7 @@ class Audit {
     return false;
   }
 
-  void check_pair(PairPlace const& place, PairTensors const& pair) {
+  void check_pair(PairPlace const& place, PairTensors& pair) {
     if (pair.a == nullptr || pair.b == nullptr) {
       for (TensorInfo const* const member : {pair.a, pair.b, pair.bias}) {
         if (member != nullptr)
@@ -195,7 +195,7 @@ class Audit {
     bool const shaped =
         check_shape(*pair.a, {any, k_in}, "rank, k_in") && check_shape(*pair.b, {n_out, any}, "n_out, rank");
     if (pair.bias != nullptr) check_shape(*pair.bias, {n_out}, "n_out");
-    if (shaped) check_rank(place, pair);
+    if (shaped && check_rank(place, pair) && place.part == ModelPart::fused_experts) note_axes(place, pair);
     if (config_ == nullptr || config_->lora_bias == (pair.bias != nullptr)) return;
     if (pair.bias != nullptr) {
       fault(Errc::unmatched, *pair.bias, "is there although the configuration says lora_bias false");
@@ -213,12 +213,8 @@ class Audit {
     }
     if (place.part == ModelPart::router) return {moe.num_experts, moe.hidden};
     if (place.part == ModelPart::fused_experts) return {any, any};
-    auto const at = std::lower_bound(moe.layers.begin(), moe.layers.end(), place.layer) - moe.layers.begin();
-    std::int64_t const inner = moe.layer_intermediate.empty()
-                                   ? moe.intermediate
-                                   : moe.layer_intermediate[static_cast<std::size_t>(at)];
-    bool const down = place.expert_linear == ExpertLinear::down;
-    return down ? std::pair(moe.hidden, inner) : std::pair(inner, moe.hidden);
+    Module const linear = moe.linear(*moe.find(place.layer), place.expert_linear);
+    return {linear.n_out, linear.k_in};
   }
 
   bool check_shape(TensorInfo const& tensor, std::vector<std::int64_t> const& expected,
@@ -237,21 +233,67 @@ class Audit {
     return false;
   }
 
-  void check_rank(PairPlace const& place, PairTensors const& pair) {
+  // Which parameter a fused pair changes, and which way round it can be.
+  void note_axes(PairPlace const& place, PairTensors& pair) {
+    if (config_ == nullptr) return;
+    std::string const key = config_->key_of(pair.path);
+    bool const gate_up = ends_in_name(key, "gate_up_proj");
+    if (!gate_up && !ends_in_name(key, "down_proj")) {
+      fault(Errc::unmatched, *pair.a,
+            "changes a parameter of the experts that the configuration's target_parameters do not name");
+      return;
+    }
+    if (pair.bias != nullptr) fault(Errc::unmatched, *pair.bias, "is a bias, which parameters do not have");
+    pair.parameter = gate_up ? FusedParameter::gate_up : FusedParameter::down;
+    MoeShape const& moe = shape_.moe();
+    Module const linear =
+        moe.linear(*moe.find(place.layer), gate_up ? ExpertLinear::gate : ExpertLinear::down);
+    std::int64_t const n_out = linear.n_out * (gate_up ? 2 : 1);
+    FusedFit const fit = fused_fit(pair.a->shape[1], pair.b->shape[0], n_out, linear.k_in);
+    using enum FusedExpertAxes;
+    bool const fits = (fit.current && options_.fused_expert_axes != older) ||
+                      (fit.older && options_.fused_expert_axes != current);
+    if (!fits) {
+      std::string const wide = std::to_string(linear.k_in), high = std::to_string(n_out);
+      fault(Errc::shape_mismatch, *pair.a,
+            "is " + shape_text(pair.a->shape) + " and its lora_B " + shape_text(pair.b->shape) +
+                ", the model needs [any, " + wide + "] and [" + high + ", any]" +
+                (options_.fused_expert_axes == by_shape ? ", or the two widths swapped" : ""));
+      return;
+    }
+    TensorInfo const*& telling = fit.current ? (fit.older ? silent_ : current_) : older_;
+    if (telling == nullptr) telling = pair.a;
+  }
+
+  // One PEFT wrote all the pairs of a file, so that those whose shapes say which way round they are speak for
+  // those whose shapes do not.
+  void settle_axes() {
+    if (current_ != nullptr && older_ != nullptr) {
+      fault(Errc::shape_mismatch, *older_,
+            "has in and out swapped, '" + printable(current_->name) + "' does not");
+    } else if (current_ == nullptr && older_ == nullptr && silent_ != nullptr &&
+               options_.fused_expert_axes == FusedExpertAxes::by_shape) {
+      fault(Errc::unsupported, *silent_,
+            "fits with in and out either way round; LoadOptions::fused_expert_axes must say which");
+    }
+    parts_.older_axes = older_ != nullptr || options_.fused_expert_axes == FusedExpertAxes::older;
+  }
+
+  bool check_rank(PairPlace const& place, PairTensors const& pair) {
     std::int64_t const rank = pair.a->shape[0];
     if (pair.b->shape[1] != rank) {
       fault(
           Errc::shape_mismatch, *pair.b,
           "is of rank " + std::to_string(pair.b->shape[1]) + ", its lora_A of rank " + std::to_string(rank));
-      return;
+      return false;
     }
-    if (config_ == nullptr) return;
+    if (config_ == nullptr) return true;
     std::int64_t const experts = place.part == ModelPart::fused_experts ? shape_.moe().num_experts : 1;
     std::int64_t const expected = std::int64_t{config_->rank_of(pair.path)} * experts;
-    if (rank != expected) {
-      fault(Errc::shape_mismatch, *pair.a,
-            "is of rank " + std::to_string(rank) + ", the configuration gives " + std::to_string(expected));
-    }
+    if (rank == expected) return true;
+    fault(Errc::shape_mismatch, *pair.a,
+          "is of rank " + std::to_string(rank) + ", the configuration gives " + std::to_string(expected));
+    return false;
   }
 
   void sort_table(TensorInfo const& tensor, TensorName const& name) {
@@ -308,8 +350,9 @@ class Audit {
 
   void check_token_rows(TensorInfo const& tensor, TensorName const& name, TableTensors& table) {
     for (TokenRows const& rows : config_->trainable_tokens) {
-      if (!ends_in_name(name.path, rows.module) &&
-          !ends_in_name(renamed(name.path, options_.prefix_map), rows.module)) {
+      std::string const in_model = renamed(name.path, options_.prefix_map);
+      if (!ends_in_name(name.path, rows.module) && !ends_in_name(in_model, rows.module) &&
+          !ends_in_name(in_model, renamed(rows.module, options_.prefix_map))) {
         continue;
       }
       if (std::ssize(rows.ids) != tensor.shape[0]) {
@@ -361,7 +404,11 @@ class Audit {
   PeftConfig const* config_;
   Faults& faults_;
   AuditedParts parts_;
-  std::set<std::string> unmatched_;     // paths of linears that the model does not have
+  std::set<std::string> unmatched_;  // paths of modules that the model does not have
+  // The first fused pair whose shapes fit this way round alone, the other alone, or both.
+  TensorInfo const* current_ = nullptr;
+  TensorInfo const* older_ = nullptr;
+  TensorInfo const* silent_ = nullptr;
   std::optional<std::string> wrapper_;  // what stands before the layer number in every matched key
 };
 

@@ -82,7 +82,8 @@ class Coverage {
                          [name](std::string const& path) { return ends_in_name(path, name); });
     };
     auto const served = [&](std::string const& name) {
-      return has(name) || (shape_.tied_head() && ends_in_name(name, "lm_head") && has("embed_tokens"));
+      bool const tied = shape_.tied_head() && names_word(name, "lm_head", options_.prefix_map);
+      return has(name) || has(renamed(name, options_.prefix_map)) || (tied && has("embed_tokens"));
     };
     auto const refuse = [this](Errc code, char const* field, std::string const& what) {
       faults_.add(code, file_ + ": field '" + field + "': " + what);

@@ -13,16 +13,6 @@
 
 namespace atlas::lora::inline v0::detail {
 
-/// A name from a file as a message may show it: on one line, and not endless.
-[[nodiscard]] inline std::string printable(std::string_view text) {
-  constexpr std::size_t longest = 240;
-  std::string out(text.substr(0, longest));
-  for (char& c : out) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
-  }
-  return text.size() > longest ? out + "..." : out;
-}
-
 /// The faults found so far: one line each, under the code of the first. After `most_lines` the rest is only
 /// counted.
 class Faults {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "atlas/lora/adapter/digest.hpp"
 #include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/adapter/file.hpp"
+#include "atlas/lora/adapter/fused_experts.hpp"
 #include "atlas/lora/adapter/load_options.hpp"
 #include "atlas/lora/adapter/peft_config.hpp"
 #include "atlas/lora/adapter/safetensors.hpp"
@@ -57,15 +59,17 @@ class AdapterLoader {
     if (!faults_.empty()) return faults_.failure();
 
     adapter_.warnings = std::move(parts.warnings);
-    adapter_.modules_present = parts.linears_present;
-    for (auto const& [place, pair] : parts.pairs) read_pair(*file, place, pair);
+    adapter_.modules_present = parts.modules_present;
+    for (auto const& [place, pair] : parts.pairs) read_pair(*file, place, pair, parts.older_axes);
+    sort_experts();
     read_table(*file, parts.embedding, adapter_.raw_overlay.embedding);
     read_table(*file, parts.head, adapter_.raw_overlay.head);
     if (!faults_.empty()) return faults_.failure();
-    adapter_.modules_applied = std::ssize(adapter_.pairs);
+    adapter_.modules_applied = std::ssize(parts.pairs);
     clip_vocabulary();
     warn_of_zero_scales();
     adapter_.digest = digest();
+    adapter_.model = shape_.fingerprint();
     return std::move(adapter_);
   }
 
@@ -78,7 +82,7 @@ class AdapterLoader {
   bool read_config() {
     auto const text = read_text(config_path_, most_config_bytes);
     if (text) {
-      config_ = gather_peft_config(*text, config_path_, options_.base_is_converted, faults_);
+      config_ = gather_peft_config(*text, config_path_, options_, faults_);
     } else {
       faults_.add(text.error());
     }
@@ -104,32 +108,55 @@ class AdapterLoader {
     return std::move(*tensor);
   }
 
-  void read_into(std::vector<HostTensor>& list, SafetensorsFile const& file, TensorInfo const* info) {
-    if (info == nullptr) return;
-    if (auto tensor = read(file, *info)) list.push_back(std::move(*tensor));
-  }
-
-  void read_pair(SafetensorsFile const& file, PairPlace const& place, PairTensors const& pair) {
+  void read_pair(SafetensorsFile const& file, PairPlace const& place, PairTensors const& pair,
+                 bool older_axes) {
     float const scale = config_.scale_of(pair.path);
     if (magnitude_bits(cuda::std::bit_cast<std::uint32_t>(scale)) >= infinite_bits) {
       faults_.add(Errc::out_of_range, config_path_ + ": field 'lora_alpha': the scale of '" +
                                           printable(pair.path) + "' is beyond f32");
     }
-    if (place.part != ModelPart::linear) {
-      auto& list = place.part == ModelPart::router ? adapter_.router : adapter_.experts;
-      for (TensorInfo const* const tensor : {pair.a, pair.b, pair.bias}) read_into(list, file, tensor);
-      return;
-    }
     auto a = read(file, *pair.a);
     auto b = read(file, *pair.b);
-    AdapterPair out{
-        shape_.sites()[place.site], static_cast<std::int32_t>(pair.a->shape[0]), scale, {}, {}, {}};
-    if (pair.bias != nullptr) out.bias = read(file, *pair.bias);
+    std::optional<HostTensor> bias;
+    if (pair.bias != nullptr) bias = read(file, *pair.bias);
     if (!a || !b) return;
-    out.a = std::move(*a);
-    out.b = std::move(*b);
-    adapter_.max_rank = std::max(adapter_.max_rank, out.rank);
-    adapter_.pairs.push_back(std::move(out));
+    auto const rank = static_cast<std::int32_t>(pair.a->shape[0]);
+    std::int32_t one_rank = rank;
+    switch (place.part) {
+      case ModelPart::router:
+        adapter_.routers.push_back({place.layer, rank, scale, *std::move(a), *std::move(b), std::move(bias)});
+        break;
+      case ModelPart::expert:
+        adapter_.experts.push_back({place.layer, place.expert, place.expert_linear, rank, scale,
+                                    *std::move(a), *std::move(b), std::move(bias)});
+        break;
+      case ModelPart::fused_experts:
+        one_rank = rank / shape_.moe().num_experts;
+        append_experts(*a, *b, place.layer, scale, pair.parameter, older_axes, shape_.moe().num_experts,
+                       adapter_.experts);
+        break;
+      default:
+        adapter_.pairs.push_back(
+            {shape_.sites()[place.site], rank, scale, *std::move(a), *std::move(b), std::move(bias)});
+    }
+    adapter_.max_rank = std::max(adapter_.max_rank, one_rank);
+  }
+
+  // Into their order; two pairs of one linear are a fault.
+  void sort_experts() {
+    auto const place = [](ExpertPair const& pair) {
+      return std::tuple(pair.layer, pair.expert, pair.linear);
+    };
+    auto& experts = adapter_.experts;
+    std::stable_sort(experts.begin(), experts.end(),
+                     [&](ExpertPair const& a, ExpertPair const& b) { return place(a) < place(b); });
+    for (std::size_t i = 1; i < experts.size(); ++i) {
+      if (place(experts[i - 1]) != place(experts[i])) continue;
+      faults_.add(Errc::unmatched, tensors_path_ + ": tensor '" + printable(experts[i].a.name) +
+                                       "': is of a linear that '" + printable(experts[i - 1].a.name) +
+                                       "' changes too");
+      return;
+    }
   }
 
   void read_table(SafetensorsFile const& file, TableTensors const& tensors, RawTokenTable& raw) {
@@ -154,12 +181,23 @@ class AdapterLoader {
   }
 
   void warn_of_zero_scales() {
-    auto const zeros = std::count_if(adapter_.pairs.begin(), adapter_.pairs.end(),
-                                     [](AdapterPair const& pair) { return pair.scale == 0.0F; });
+    auto const zeros_of = [](auto const& pairs) {
+      return std::count_if(pairs.begin(), pairs.end(), [](auto const& pair) { return pair.scale == 0.0F; });
+    };
+    auto const zeros = zeros_of(adapter_.pairs) + zeros_of(adapter_.routers) + zeros_of(adapter_.experts);
     if (zeros == 0) return;
+    std::size_t const all = adapter_.pairs.size() + adapter_.routers.size() + adapter_.experts.size();
     adapter_.warnings.push_back(config_path_ + ": the scale of " + std::to_string(zeros) + " of " +
-                                std::to_string(adapter_.pairs.size()) +
-                                " modules is 0, so they stay the base's");
+                                std::to_string(all) + " modules is 0, so they stay the base's");
+  }
+
+  template <class Pair>
+  static void add_weights(DigestStream& stream, Pair const& pair) {
+    stream.add(pair.scale);
+    stream.add(pair.a);
+    stream.add(pair.b);
+    stream.add(pair.bias.has_value());
+    if (pair.bias) stream.add(*pair.bias);
   }
 
   // Of the adapter as it is applied: places, scales, weights, token ids and options.
@@ -175,23 +213,24 @@ class AdapterLoader {
       stream.add(std::string_view(rename.from));
       stream.add(std::string_view(rename.to));
     }
+    stream.add(options_.fused_expert_axes);
     stream.add(static_cast<std::uint64_t>(adapter_.pairs.size()));
     for (AdapterPair const& pair : adapter_.pairs) {
       stream.add(pair.site.layer);
       stream.add(std::string_view(shape_.module(pair.site).name));
-      stream.add(pair.scale);
-      stream.add(pair.a);
-      stream.add(pair.b);
-      stream.add(pair.bias.has_value());
-      if (pair.bias) stream.add(*pair.bias);
+      add_weights(stream, pair);
     }
-    for (auto const* const list : {&adapter_.experts, &adapter_.router}) {
-      stream.add(static_cast<std::uint64_t>(list->size()));
-      for (HostTensor const& tensor : *list) {
-        stream.add(std::string_view(tensor.name));
-        stream.add(config_.scale_of(understand_tensor(tensor.name, shape_, options_).path));
-        stream.add(tensor);
-      }
+    stream.add(static_cast<std::uint64_t>(adapter_.routers.size()));
+    for (RouterPair const& pair : adapter_.routers) {
+      stream.add(pair.layer);
+      add_weights(stream, pair);
+    }
+    stream.add(static_cast<std::uint64_t>(adapter_.experts.size()));
+    for (ExpertPair const& pair : adapter_.experts) {
+      stream.add(pair.layer);
+      stream.add(pair.expert);
+      stream.add(pair.linear);
+      add_weights(stream, pair);
     }
     for (RawTokenTable const* const table : {&adapter_.raw_overlay.embedding, &adapter_.raw_overlay.head}) {
       for (auto const* const tensor : {&table->table, &table->rows, &table->lora_a, &table->lora_b}) {
@@ -219,7 +258,7 @@ class AdapterLoader {
 
 /// Reads the adapter in `directory` (`adapter_config.json` and `adapter_model.safetensors`, as PEFT writes
 /// them) and audits it against `shape`: every tensor is consumed or refused, every target has its tensors, A
-/// and B are paired and shaped. Experts, router and token rows are recognised and kept apart (see `Adapter`).
+/// and B are paired and shaped. Token rows are recognised and kept apart (see `Adapter`).
 /// Errors: everything that is wrong at once, one line each, naming the tensor or field; the code is that of
 /// the first line. Weights are read only after the audit, into memory that the model's widths bound.
 [[nodiscard]] inline Result<Adapter> load_adapter(std::string const& directory, ModelShape const& shape,

@@ -3,6 +3,7 @@
 // What a caller may say about an adapter before it is loaded.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,13 @@ namespace atlas::lora::inline v0 {
 struct PrefixRename {
   std::string from;
   std::string to;
+};
+
+/// Which way round PEFT wrote the pairs of fused experts (3-D parameters named by `target_parameters`).
+enum class FusedExpertAxes : std::uint8_t {
+  by_shape,  ///< what the shapes of any of the adapter's fused pairs say; when none says, loading fails
+  current,   ///< lora_A `[experts * rank, k_in]`, lora_B `[n_out, experts * rank]`
+  older,     ///< in and out swapped: lora_A `[experts * rank, n_out]`, lora_B `[k_in, experts * rank]`
 };
 
 /// How an adapter is loaded. The digest covers all of it.
@@ -36,6 +44,8 @@ struct LoadOptions {
   std::string model_prefix{};
   /// Renames of paths, tried in order before anything is matched; the first that fits is applied.
   std::vector<PrefixRename> prefix_map{};
+  /// What to believe where a model's widths are such that the shapes of fused experts say nothing.
+  FusedExpertAxes fused_expert_axes = FusedExpertAxes::by_shape;
 };
 
 }  // namespace atlas::lora::inline v0

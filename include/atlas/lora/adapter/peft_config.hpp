@@ -15,9 +15,11 @@
 #include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/adapter/file.hpp"
 #include "atlas/lora/adapter/json.hpp"
+#include "atlas/lora/adapter/load_options.hpp"
 #include "atlas/lora/adapter/module_names.hpp"
 #include "atlas/lora/adapter/pattern.hpp"
 #include "atlas/lora/adapter/peft_fields.hpp"
+#include "atlas/lora/adapter/tensor_name.hpp"
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/status.hpp"
 
@@ -159,10 +161,10 @@ inline constexpr std::string_view idle_fields[] = {
 /// returned.
 class PeftConfigReader {
  public:
-  PeftConfigReader(JsonValue const& json, std::string const& file, Faults& faults)
-      : fields_(json, file, faults) {}
+  PeftConfigReader(JsonValue const& json, std::string const& file, LoadOptions const& options, Faults& faults)
+      : fields_(json, file, faults), options_(options) {}
 
-  [[nodiscard]] PeftConfig run(bool base_is_converted) {
+  [[nodiscard]] PeftConfig run() {
     PeftConfig config;
     if (!fields_.is_object()) return config;
     kind();
@@ -173,7 +175,7 @@ class PeftConfigReader {
     config.ensure_weight_tying = fields_.flag("ensure_weight_tying");
     fields_.flag("fan_in_fan_out");  // whichever way the base stores its weights, the files look the same
     bias();
-    initialisation(base_is_converted);
+    initialisation();
     config.target_modules = modules("target_modules");
     config.exclude_modules = modules("exclude_modules");
     config.target_parameters = fields_.strings("target_parameters");
@@ -213,7 +215,7 @@ class PeftConfigReader {
 
   // Some initialisations take out of the base what they put into A and B: such a pair is right only on that
   // base.
-  void initialisation(bool base_is_converted) {
+  void initialisation() {
     JsonValue const* const value = fields_.take("init_lora_weights");
     if (value == nullptr || value->is_null() || value->boolean() != nullptr) return;
     std::string const name = value->string() != nullptr ? lower(*value->string()) : "";
@@ -225,7 +227,7 @@ class PeftConfigReader {
     if (!changes_base) {
       fields_.fault(Errc::unsupported, "init_lora_weights",
                     describe(*value) + " is not a known initialisation");
-    } else if (!base_is_converted) {
+    } else if (!options_.base_is_converted) {
       fields_.fault(Errc::unsupported, "init_lora_weights",
                     describe(*value) +
                         " changes the base model; only a caller whose base is the changed one can "
@@ -254,12 +256,17 @@ class PeftConfigReader {
   std::vector<std::string> saved_modules() {
     auto names = fields_.strings("modules_to_save");
     for (std::string const& name : names) {
-      if (!ends_in_name(name, "embed_tokens") && !ends_in_name(name, "lm_head")) {
+      if (!names_table(name)) {
         fields_.fault(Errc::unsupported, "modules_to_save",
                       "'" + printable(name) + "' is neither embed_tokens nor lm_head");
       }
     }
     return names;
+  }
+
+  [[nodiscard]] bool names_table(std::string const& name) const {
+    return names_word(name, "embed_tokens", options_.prefix_map) ||
+           names_word(name, "lm_head", options_.prefix_map);
   }
 
   template <class Value, class Read>
@@ -296,7 +303,7 @@ class PeftConfigReader {
     if (value->object() == nullptr) return {{"embed_tokens", fields_.token_ids(field, *value)}};
     for (JsonMember const& member : *value->object()) {
       std::string const name = std::string(field) + "." + printable(member.name);
-      if (!ends_in_name(member.name, "embed_tokens") && !ends_in_name(member.name, "lm_head")) {
+      if (!names_table(member.name)) {
         fields_.fault(Errc::unsupported, name, "neither embed_tokens nor lm_head");
       } else if (!member.value.is_null()) {
         out.push_back({member.name, fields_.token_ids(name, member.value)});
@@ -315,39 +322,40 @@ class PeftConfigReader {
   static constexpr std::size_t most_pattern_steps = 1 << 18;  // of rank_pattern and alpha_pattern, 12 MiB
 
   PeftFields fields_;
+  LoadOptions const& options_;
   std::size_t pattern_steps_ = 0;
 };
 
 /// Parses and reads a configuration, gathering its faults; what could be read is returned.
 [[nodiscard]] inline PeftConfig gather_peft_config(std::string_view text, std::string const& file,
-                                                   bool base_is_converted, Faults& faults) {
+                                                   LoadOptions const& options, Faults& faults) {
   auto const json = parse_json(text, file);
   if (!json) {
     faults.add(json.error());
     return {};
   }
-  return PeftConfigReader(*json, file, faults).run(base_is_converted);
+  return PeftConfigReader(*json, file, options, faults).run();
 }
 
 }  // namespace detail
 
-/// Reads the text of an `adapter_config.json`; `file` names it in messages. `base_is_converted` says that the
-/// base model is the one that PiSSA, OLoRA, LoftQ, CorDA or LoRA-GA left behind. Errors: every fault of the
-/// file at once, one line each, naming its field; the code is that of the first.
+/// Reads the text of an `adapter_config.json`; `file` names it in messages. Of `options`, `base_is_converted`
+/// and `prefix_map` count. Errors: every fault of the file at once, one line each, naming its field; the code
+/// is that of the first.
 [[nodiscard]] inline Result<PeftConfig> parse_peft_config(std::string_view text, std::string const& file,
-                                                          bool base_is_converted = false) {
+                                                          LoadOptions const& options = {}) {
   detail::Faults faults;
-  PeftConfig config = detail::gather_peft_config(text, file, base_is_converted, faults);
+  PeftConfig config = detail::gather_peft_config(text, file, options, faults);
   if (!faults.empty()) return faults.failure();
   return config;
 }
 
 /// The same for a file. Errors: those of `parse_peft_config`, `not_found`, `io`.
 [[nodiscard]] inline Result<PeftConfig> read_peft_config(std::string const& path,
-                                                         bool base_is_converted = false) {
+                                                         LoadOptions const& options = {}) {
   auto const text = detail::read_text(path, detail::most_config_bytes);
   if (!text) return cuda::std::unexpected<Error>(text.error());
-  return parse_peft_config(*text, path, base_is_converted);
+  return parse_peft_config(*text, path, options);
 }
 
 }  // namespace atlas::lora::inline v0

@@ -214,6 +214,7 @@ class SafetensorsFile {
     return out;
   }
 
+  /// The file's path as it was given.
   [[nodiscard]] std::string const& path() const noexcept { return file_.path(); }
 
   /// Every tensor, sorted by name.

@@ -40,9 +40,6 @@ enum class TensorKind : std::uint8_t {
 /// What part of a model a tensor belongs to.
 enum class ModelPart : std::uint8_t { none, linear, expert, fused_experts, router, embedding, head };
 
-/// The linears of one expert.
-enum class ExpertLinear : std::uint8_t { gate, up, down };
-
 /// A tensor's key, understood.
 struct TensorName {
   TensorKind kind = TensorKind::unknown;
@@ -126,6 +123,12 @@ struct KeyParts {
     return rename.to + std::string(rest);
   }
   return path;
+}
+
+/// Whether a configuration's name of a module ends in `word`, as the file or the model spells it.
+[[nodiscard]] inline bool names_word(std::string const& name, std::string_view word,
+                                     std::vector<PrefixRename> const& renames) {
+  return ends_in_name(name, word) || ends_in_name(renamed(name, renames), word);
 }
 
 /// Finds the place of a module's path in a model.

@@ -37,6 +37,7 @@ struct BlockRange {
   std::int32_t first = 0;
   std::int32_t last = 0;
 
+  /// Blocks in it.
   [[nodiscard]] ATLAS_HD constexpr std::int32_t size() const noexcept { return last - first; }
   friend constexpr bool operator==(BlockRange const&, BlockRange const&) = default;
 };

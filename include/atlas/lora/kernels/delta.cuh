@@ -55,7 +55,7 @@ bool usable(RouteTable<T> const& table) noexcept {
 
 /// Whether a plan can be read for `rows` rows.
 inline bool usable(RowPlan const& plan, std::int32_t rows) noexcept {
-  return plan.header != nullptr && plan.groups != nullptr && plan.rows != nullptr &&
+  return plan.header != nullptr && plan.tiles != nullptr && plan.rows != nullptr &&
          rows <= plan.capacity_rows;
 }
 
@@ -100,48 +100,40 @@ bool idle(Operands<T, Y> const& p) noexcept {
 }
 
 /// The launch of a kernel whose teams are clusters.
-inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t blocks, std::int32_t tiles,
+inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t blocks, std::int64_t teams,
                               std::size_t shared, Machine const& machine) noexcept {
   bool const two = shared <= shared_budget(machine, 2) && blocks >= 2 && tuning.grid_per_multiprocessor >= 2;
   std::int32_t const resident = machine.resident_teams(tuning.cluster, two ? 2 : 1);
-  std::int32_t const teams = std::max(1, std::min(tiles, resident));
-  return {teams * tuning.cluster, tuning.threads, tuning.cluster, shared};
+  auto const clusters = static_cast<std::int32_t>(std::clamp<std::int64_t>(teams, 1, resident));
+  return {clusters * tuning.cluster, tuning.threads, tuning.cluster, shared};
 }
 
-/// Lays out the shared memory of the one-launch kernel: as many stages as fit beside the blocks that
-/// registers allow, or, where too few would, beside none.
+/// Fills what the blocks of the one-launch kernel share.
 template <Element T, Element Y>
-std::size_t lay_out(Operands<T, Y>& p, DeltaTuning const& tuning, Machine const& machine) noexcept {
-  std::int32_t max_rank = 0;
-  for (int i = 0; i < p.num_projections; ++i) max_rank = std::max(max_rank, p.projections[i].table.max_rank);
-  std::size_t const fixed = delta_fixed_bytes<T>(p.xa_shared_stride);
-  Contraction const cut(p.k_in);
-  DeltaStages stages;
-  for (std::int32_t blocks = blocks_of(tuning, sizeof(T)); blocks >= 1; --blocks) {
-    std::size_t const budget = std::min(machine.shared_bytes_per_block, shared_budget(machine, blocks));
-    if (budget < fixed) continue;
-    stages = delta_stages(cut, max_rank, sizeof(T), budget - fixed);
-    if (stages.count >= 3 || (blocks == 1 && stages.count >= 2)) break;
-  }
-  if (stages.count < 2) return 0;
-  stages.count = std::min(stages.count, max_stages);
-  p.shape.set(cut, stages, sizeof(T));
+void set_shape(Operands<T, Y>& p, DeltaTuning const& tuning) noexcept {
   for (int i = 0; i < p.num_projections; ++i) {
     p.shape.first_output[i + 1] = p.shape.first_output[i] + output_tiles(p.projections[i].table.n_out);
     p.shape.xa_offset[i] = xa_shared_offset(p, i);
   }
-  return fixed + static_cast<std::size_t>(stages.bytes) * static_cast<std::size_t>(stages.count);
+  p.shape.set(Contraction(p.k_in), tuning.cluster, tuning.threads / warp_threads, p.num_projections);
 }
+
+/// The one-launch kernel of a tuning; its cluster is an argument.
+template <class Tuning, Element T, Element Y, class Source>
+inline constexpr auto delta_kernel_of =
+    &delta_kernel<Tuning::value.threads / warp_threads, blocks_of(Tuning::value, sizeof(T)), T, Y, Source>;
 
 template <class Tuning, Element T, Element Y, class Source>
 cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t tiles, Machine const& machine,
                          cudaStream_t stream) noexcept {
-  std::size_t const shared = lay_out(p, Tuning::value, machine);
-  if (shared == 0 || Tuning::value.cluster > machine.max_cluster) return cudaErrorInvalidValue;
-  LaunchShape shape = team_shape(Tuning::value, blocks_of(Tuning::value, sizeof(T)), tiles, shared, machine);
-  shape.threads += warp_threads;
-  if (p.wide) return launch(delta_kernel<true, T, Y, Source, Tuning>, shape, machine, stream, p, source);
-  return launch(delta_kernel<false, T, Y, Source, Tuning>, shape, machine, stream, p, source);
+  constexpr DeltaTuning tuning = Tuning::value;
+  std::size_t const shared = delta_shared_bytes<tuning.threads / warp_threads, T>(p.xa_shared_stride);
+  if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster)
+    return cudaErrorInvalidValue;
+  set_shape(p, tuning);
+  LaunchShape const shape = team_shape(tuning, blocks_of(tuning, sizeof(T)),
+                                       tiles * std::int64_t{p.shape.max_parts}, shared, machine);
+  return launch(delta_kernel_of<Tuning, T, Y, Source>, shape, machine, stream, p, source);
 }
 
 template <class Tuning, Element T, class Source>
@@ -206,13 +198,11 @@ cudaError_t launch_in_two(Operands<T, Y> p, Source const& source, std::int32_t t
 
 namespace detail {
 
-/// Visits the one-launch kernels of a tuning.
+/// Visits the one-launch kernel of a tuning.
 template <Element T, Element Y, class Source, class Tuning, class Visit>
 void visit_whole(Visit const& visit) {
-  visit(reinterpret_cast<void const*>(&delta_kernel<true, T, Y, Source, Tuning>), Tuning::value.cluster,
-        Tuning::value.threads + warp_threads, blocks_of(Tuning::value, sizeof(T)));
-  visit(reinterpret_cast<void const*>(&delta_kernel<false, T, Y, Source, Tuning>), Tuning::value.cluster,
-        Tuning::value.threads + warp_threads, blocks_of(Tuning::value, sizeof(T)));
+  visit(reinterpret_cast<void const*>(delta_kernel_of<Tuning, T, Y, Source>), Tuning::value.cluster,
+        Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)));
 }
 
 /// Visits the one-launch kernels of every tuning that the library picks.
@@ -240,14 +230,15 @@ struct Delta {
   }
 };
 
-/// Bytes of `DeltaParams::scratch` that `launch_delta_in_two_launches` needs, whatever the plan holds.
+/// Bytes of `DeltaParams::scratch` that `launch_delta_in_two_launches` needs, whatever the plan holds. It
+/// goes by the plan's capacity: the plan may have been made for more rows than the launch has.
 template <Element T, Element Y>
 [[nodiscard]] constexpr std::size_t two_launch_scratch_bytes(DeltaParams<T, Y> const& params) noexcept {
   std::size_t ranks = 0;
   for (std::int32_t i = 0; i < params.num_projections && i < max_projections; ++i) {
     ranks += static_cast<std::size_t>(rank_tiles(params.projections[i].table.max_rank));
   }
-  auto const tiles = static_cast<std::size_t>(max_row_tiles(params.rows, params.plan.max_groups));
+  auto const tiles = static_cast<std::size_t>(params.plan.max_tiles < 0 ? 0 : params.plan.max_tiles);
   return tiles * max_segments * ranks * detail::warp_threads * sizeof(float4);
 }
 

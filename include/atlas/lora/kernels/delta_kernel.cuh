@@ -4,10 +4,10 @@
 // share of the segments for the shrink and a share of the output tiles for the expand, and segment sums cross
 // by distributed shared memory.
 //
-// In each block one warp fetches: it finds the row tiles and fills a ring of stages with the weights that the
-// block will need, tile after tile, as far ahead as the ring is long, before the launch's dependencies are
-// complete where `inputs_settled` allows it. The other warps multiply. So weights are under way at every
-// moment, and what is left on the critical path after the wait is x, the exchange and y.
+// Weights go from memory straight to the registers of the warps that multiply them. A cluster finds its next
+// row tiles together, a warp each, and asks for their weights a tile ahead, so that they come from L2 when
+// their turn is there. Where `inputs_settled` allows it, plan, cells and the first weights are read before
+// the launch's dependencies are complete.
 #pragma once
 
 #include <cstddef>
@@ -16,68 +16,65 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/delta_shared.cuh"
-#include "atlas/lora/kernels/fetch.cuh"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/launch.cuh"
 #include "atlas/lora/kernels/multiply.cuh"
 #include "atlas/lora/kernels/ptx.cuh"
-#include "atlas/lora/kernels/ring.cuh"
 #include "atlas/lora/kernels/row_tile.cuh"
 #include "atlas/lora/kernels/work.hpp"
 
 namespace atlas::lora::inline v0::detail {
 
-/// The whole delta. `Tuning::value.threads` multiply and 32 more fetch. The grid is a multiple of the
-/// cluster.
-template <bool Wide, Element T, Element Y, class Source, class Tuning>
-__global__ void __launch_bounds__(Tuning::value.threads + warp_threads, blocks_of(Tuning::value, sizeof(T)))
+/// The whole delta. The grid is a multiple of the cluster, whose size is `p.shape`'s.
+template <int Warps, int BlocksPerMultiprocessor, Element T, Element Y, class Source>
+__global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     delta_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int cluster = Tuning::value.cluster;
-  constexpr int threads = Tuning::value.threads;
   extern __shared__ float4 dynamic[];
-  DeltaShared<T, Y> const shared(dynamic, p);
-  DeltaHead<T>& head = *shared.head;
-  start<cluster>(head, threads / warp_threads);
-  // The other half stands before the first word to another block.
-  if constexpr (cluster > 1) cluster_arrive_relaxed();
-  int const block = static_cast<int>(blockIdx.x) % cluster;
-  BlockShare const share{share_of(p.shape.segments, cluster, block),
-                         share_of(p.shape.first_output[p.num_projections], cluster, block)};
-  auto index = static_cast<std::int32_t>(blockIdx.x) / cluster;
-  auto const step = static_cast<std::int32_t>(gridDim.x) / cluster;
-  RingPlace place;
-  if (threadIdx.x >= threads) {
-    if (!p.inputs_settled) enter();
-    Fetch<Source, T, Y> fetch(p, shared);
-    for (bool exists = true; exists; index += step) {
-      head.tile_empty[place.stage].wait(place.pass ^ 1u);
-      RowTile<T>& tile = shared.tile(static_cast<int>(place.stage));
-      source.load(tile, p, index);
-      __syncwarp();
-      exists = tile.exists != 0;
-      if (lane_index() == 0) head.tile_full[place.stage].arrive();
-      place.advance(tiles_ahead);
-      if (exists) fetch.tile(tile, share);
-    }
-    if (p.inputs_settled) enter();
-    if constexpr (cluster > 1) cluster_wait();
-  } else {
-    enter();
-    if constexpr (cluster > 1) cluster_wait();
-    Multiply<Source, Wide, cluster, threads, T, Y> multiply(p, shared);
-    for (;;) {
-      head.tile_full[place.stage].wait(place.pass);
-      RowTile<T> const& tile = shared.tile(static_cast<int>(place.stage));
-      if (tile.exists == 0) break;
-      multiply.tile(tile, share);
-      __syncwarp();
-      if (lane_index() == 0) head.tile_empty[place.stage].arrive();
-      place.advance(tiles_ahead);
-    }
+  DeltaShared<Warps, T> const shared(dynamic);
+  if (!p.inputs_settled) enter();
+  int const block = static_cast<int>(blockIdx.x) & ((1 << p.shape.cluster_log2) - 1);
+  int const warp = warp_index();
+  auto const clusters = static_cast<std::int32_t>(gridDim.x) >> p.shape.cluster_log2;
+  auto const index = static_cast<std::int32_t>(blockIdx.x) >> p.shape.cluster_log2;
+  // Row tiles are found a window at a time, a warp each.
+  source.load(shared.tile(warp), p, index + warp * clusters);
+  std::int32_t const tiles = source.num_tiles(p);
+  std::int32_t const parts = p.shape.parts_of(clusters, tiles);
+  std::int32_t const part = parts > 1 ? index / tiles : 0;
+  if (part > 0 && warp == 0) source.load(shared.tile(0), p, part < parts ? index % tiles : tiles);
+  if (threadIdx.x < p.num_projections) {
+    Share const own = p.shape.outputs_of(block, part, parts, static_cast<std::int32_t>(threadIdx.x));
+    shared.head->own[threadIdx.x] = make_int2(own.first, own.last);
+  } else if (threadIdx.x == warp_threads) {
+    shared.head->sums_full.init(1);
+    shared.head->sums_empty.init(1 << p.shape.cluster_log2);
+    publish_barriers();
   }
-  // No block leaves while another may still write to its shared memory.
-  if constexpr (cluster > 1) {
+  // Segments that do not exist count as the sum that changes nothing.
+  for (int i = p.shape.segments * slab_rank_tiles * rank_tile_values + static_cast<int>(threadIdx.x);
+       i < max_segments * slab_rank_tiles * rank_tile_values; i += Warps * warp_threads) {
+    reinterpret_cast<float*>(shared.segments)[i] = -0.0F;
+  }
+  Multiply<Source, Warps, T, Y> multiply(p, shared, block);
+  __syncthreads();
+  // The wait stands before the first word to another block.
+  cluster_arrive_relaxed();
+  for (std::int32_t turn = Warps;; turn += Warps) {
+    int i = 0;
+#pragma unroll 1
+    for (; i < Warps; ++i) {
+      if (shared.tile(i).exists == 0) break;
+      multiply.tile(i);
+    }
+    if (i < Warps) break;
+    __syncthreads();
+    source.load(shared.tile(warp), p, index + (turn + warp) * clusters);
+    __syncthreads();
+  }
+  multiply.settle();
+  // No block leaves while another may still arrive at its barriers.
+  if (multiply.expects_arrivals()) {
     cluster_arrive_relaxed();
     cluster_wait();
   }

@@ -21,23 +21,22 @@
 
 namespace atlas::lora::inline v0::detail {
 
-/// Writes the first `valid` elements of a pack.
-template <bool Wide, Element T>
-__device__ inline void store_pack(T* p, Pack<T> const& pack, std::int64_t valid) {
-  if constexpr (Wide) {
-    if (valid >= pack_elements) {
-      auto* const vectors = reinterpret_cast<uint4*>(p);
+/// Writes the first `valid` elements of a pack; by vectors where all are valid and `wide` promises alignment.
+template <Element T>
+__device__ inline void store_padded(T* p, Pack<T> pack, std::int32_t valid, bool wide) {
+  if (wide && valid >= pack_elements) {
+    auto* const vectors = reinterpret_cast<uint4*>(p);
 #pragma unroll
-      for (int i = 0; i < Pack<T>::words / 4; ++i) {
-        vectors[i] =
-            make_uint4(pack.word[4 * i], pack.word[4 * i + 1], pack.word[4 * i + 2], pack.word[4 * i + 3]);
-      }
-      return;
+    for (int i = 0; i < Pack<T>::words / 4; ++i) {
+      vectors[i] =
+          make_uint4(pack.word[4 * i], pack.word[4 * i + 1], pack.word[4 * i + 2], pack.word[4 * i + 3]);
     }
+    return;
   }
-#pragma unroll
-  for (int e = 0; e < pack_elements; ++e) {
-    if (e < valid) p[e] = round_to<T>(element(pack, e));
+#pragma unroll 1
+  for (int e = 0; e < min(valid, pack_elements); ++e) {
+    p[e] = round_to<T>(element(pack, 0));
+    shift_down(pack);
   }
 }
 
@@ -53,8 +52,7 @@ __device__ inline Pack<Y> folded(Pack<Y> const& y, Pack<T> const& delta, float s
     for (int e = 0; e < pack_elements; ++e) out.word[e] = __float_as_uint(sum[e]);
   } else {
 #pragma unroll
-    for (int e = 0; e < pack_elements; e += 2)
-      out.word[e / 2] = bits_rn<Y>(sum[e]) | (bits_rn<Y>(sum[e + 1]) << 16);
+    for (int e = 0; e < pack_elements; e += 2) out.word[e / 2] = pair_bits_rn<Y>(sum[e], sum[e + 1]);
   }
   return out;
 }
@@ -136,7 +134,8 @@ __device__ void expand_tiles(RowTile<T> const& tile, Operands<T, Y> const& p, Sh
     Pack<Y> const before = load_pack<Wide>(y, valid);
     Pack<T> const delta = expand_outputs<Wide>(cell, rank, n_out, first, xa + xa_shared_offset(p, projection),
                                                p.xa_shared_stride);
-    store_pack<Wide>(y, folded(before, delta, cell.scale), valid);
+    store_padded(y, folded(before, delta, cell.scale),
+                 static_cast<std::int32_t>(min(valid, std::int64_t{pack_elements})), Wide);
   }
 }
 

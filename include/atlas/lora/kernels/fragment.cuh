@@ -26,6 +26,10 @@ inline constexpr int tile_weight_rows = 16;
 inline constexpr int tile_batch_rows = 8;
 
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x % warp_threads); }
+/// This thread's warp, which the compiler then knows to be the same for all its lanes.
+__device__ inline int warp_index() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / warp_threads, 0);
+}
 __device__ inline int group() { return lane_index() / 4; }
 __device__ inline int quad() { return lane_index() % 4; }
 
@@ -101,14 +105,58 @@ __device__ inline void keep(Pack<T>& pack, std::int32_t valid) {
   }
 }
 
+/// Moves every element of a pack one place down, towards element 0, or up.
+template <Element T>
+__device__ inline void shift_down(Pack<T>& pack) {
+#pragma unroll
+  for (int i = 0; i < Pack<T>::words; ++i) {
+    std::uint32_t const next = i + 1 < Pack<T>::words ? pack.word[i + 1] : 0;
+    pack.word[i] = sizeof(T) == 4 ? next : __funnelshift_r(pack.word[i], next, 16);
+  }
+}
+template <Element T>
+__device__ inline void shift_up(Pack<T>& pack) {
+#pragma unroll
+  for (int i = Pack<T>::words - 1; i >= 0; --i) {
+    std::uint32_t const before = i > 0 ? pack.word[i - 1] : 0;
+    pack.word[i] = sizeof(T) == 4 ? before : __funnelshift_l(before, pack.word[i], 16);
+  }
+}
+
+/// The bits of one element.
+template <Element T>
+__device__ inline std::uint32_t bits_of(T x) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(x);
+  } else {
+    return cuda::std::bit_cast<std::uint16_t>(x);
+  }
+}
+
+/// `load_elements` as a call: for operands that are seldom too little aligned for vectors, so that they take
+/// no room where they are not.
+template <Element T>
+__device__ __noinline__ Pack<T> load_narrow(T const* p, std::int32_t valid) {
+  return load_elements(p, valid);
+}
+
 /// The first `valid` elements at `p`, the others zero and not loaded; by vectors where all eight are valid
-/// and `Wide` promises alignment.
+/// and `wide` promises alignment.
+template <Element T>
+__device__ inline Pack<T> load_padded(T const* p, std::int32_t valid, bool wide) {
+  if (wide && valid >= pack_elements) return load_vectors(p);
+  if (valid <= 0) return Pack<T>{};
+  return load_narrow(p, valid);
+}
+
+/// As `load_padded`, `Wide` where the caller knows it.
 template <bool Wide, Element T>
 __device__ inline Pack<T> load_pack(T const* p, std::int64_t valid) {
   if constexpr (Wide) {
-    if (valid >= pack_elements) return load_vectors(p);
+    return load_padded(p, static_cast<std::int32_t>(min(valid, std::int64_t{pack_elements})), true);
+  } else {
+    return load_elements(p, valid);
   }
-  return load_elements(p, valid);
 }
 
 /// Element `e` of a pack, in f32.
@@ -182,7 +230,7 @@ __device__ inline Pack<T> transpose(float const (&value)[8]) {
   if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      pack.word[m] = transpose_8x8(bits_rn<T>(value[2 * m]) | (bits_rn<T>(value[2 * m + 1]) << 16));
+      pack.word[m] = transpose_8x8(pair_bits_rn<T>(value[2 * m], value[2 * m + 1]));
     }
   } else {
 #pragma unroll

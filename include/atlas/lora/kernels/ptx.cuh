@@ -45,6 +45,19 @@ __device__ inline std::uint32_t bits_rn(float x) {
   return bits;
 }
 
+/// The bits of `low` and `high` rounded to the 16-bit type `T`, `low` in the lower half.
+template <Element T>
+__device__ inline std::uint32_t pair_bits_rn(float low, float high) {
+  static_assert(sizeof(T) == 2);
+  std::uint32_t bits;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  }
+  return bits;
+}
+
 /// The f32 value of 16-bit element bits.
 template <Element T>
 __device__ inline float value_of(std::uint32_t bits) {
@@ -144,6 +157,12 @@ __device__ inline void store_to_block(float4* local, std::uint32_t rank, float4 
 #endif
 }
 
+/// Asks for `bytes` bytes at `address` to come to L2, without waiting for them; both multiples of 16.
+__device__ inline void prefetch_bulk(void const* address, std::uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
+}
 /// Asks for the L2 line at `address`, without waiting for it.
 __device__ inline void prefetch_l2(void const* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -45,45 +45,78 @@ __device__ inline std::int32_t scan_block(std::int32_t value, std::int32_t* warp
   return before + sum - value;
 }
 
-/// Writes the groups and turns counts into the places of each slot's first row.
-__device__ inline void write_groups(RowPlan const& plan, std::int32_t* count, std::int32_t* warps) {
+/// What a plan's block knows of every slot, in shared memory.
+struct SlotPlaces {
+  std::int32_t* next;        ///< `[max_slots]`: the count, then where the slot's next row goes
+  std::int32_t* first;       ///< `[max_slots + 1]`: where its rows begin, and where the next slot's do
+  std::int32_t* first_tile;  ///< `[max_slots]`
+
+  static constexpr std::size_t bytes(std::int32_t max_slots) noexcept {
+    return (3 * static_cast<std::size_t>(max_slots) + 1) * sizeof(std::int32_t);
+  }
+  __device__ SlotPlaces(std::int32_t* base, std::int32_t max_slots)
+      : next(base), first(base + max_slots), first_tile(base + 2 * max_slots + 1) {}
+};
+
+/// Writes the groups and turns counts into the places of each slot's first row and tile.
+__device__ inline void write_groups(RowPlan const& plan, SlotPlaces const& slots, std::int32_t* warps) {
   std::int32_t groups = 0;
   std::int32_t placed = 0;
+  std::int32_t tiles = 0;
   for (std::int32_t first = 0; first < plan.max_slots; first += plan_threads) {
     std::int32_t const slot = first + static_cast<std::int32_t>(threadIdx.x);
-    std::int32_t const mine = slot < plan.max_slots ? count[slot] : 0;
+    std::int32_t const mine = slot < plan.max_slots ? slots.next[slot] : 0;
     std::int32_t new_groups = 0;
     std::int32_t new_rows = 0;
+    std::int32_t new_tiles = 0;
     std::int32_t const group = groups + scan_block(mine > 0 ? 1 : 0, warps, new_groups);
     std::int32_t const row = placed + scan_block(mine, warps, new_rows);
+    std::int32_t const tile = tiles + scan_block(row_tiles(mine), warps, new_tiles);
     if (mine > 0) plan.groups[group] = RowGroup{slot, row, mine, 0};
-    if (slot < plan.max_slots) count[slot] = row;
+    if (slot < plan.max_slots) {
+      slots.next[slot] = slots.first[slot] = row;
+      slots.first_tile[slot] = tile;
+    }
     groups += new_groups;
     placed += new_rows;
+    tiles += new_tiles;
   }
-  for (std::int32_t g = groups + static_cast<std::int32_t>(threadIdx.x); g < plan.max_groups;
-       g += plan_threads) {
-    plan.groups[g] = RowGroup{};
+  auto const thread = static_cast<std::int32_t>(threadIdx.x);
+  for (std::int32_t g = groups + thread; g < plan.max_groups; g += plan_threads) plan.groups[g] = RowGroup{};
+  for (std::int32_t t = tiles + thread; t < plan.max_tiles; t += plan_threads) plan.tiles[t] = RowGroup{};
+  if (thread == 0) {
+    slots.first[plan.max_slots] = placed;
+    *plan.header = RowPlanHeader{groups, placed, tiles, 0};
   }
-  if (threadIdx.x == 0) *plan.header = RowPlanHeader{groups, placed, {0, 0}};
+}
+
+/// Writes a row's place, and its tile where it is the first of one.
+__device__ inline void write_row(RowPlan const& plan, SlotPlaces const& slots, std::int32_t slot,
+                                 std::int32_t row, std::int32_t place) {
+  plan.rows[place] = row;
+  std::int32_t const offset = place - slots.first[slot];
+  if (offset % tile_rows != 0) return;
+  plan.tiles[slots.first_tile[slot] + offset / tile_rows] =
+      RowGroup{slot, place, min(tile_rows, slots.first[slot + 1] - place), 0};
 }
 
 /// Groups the rows of a step by slot. One block of `Threads` threads.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     row_plan_kernel(__grid_constant__ RowPlan const plan, std::int32_t const rows) {
-  extern __shared__ std::int32_t count[];  // [max_slots]
+  extern __shared__ std::int32_t dynamic_places[];
   __shared__ std::int32_t warps[plan_threads / warp_threads];
+  SlotPlaces const slots(dynamic_places, plan.max_slots);
   enter();
   int const thread = static_cast<int>(threadIdx.x);
-  for (std::int32_t slot = thread; slot < plan.max_slots; slot += plan_threads) count[slot] = 0;
+  for (std::int32_t slot = thread; slot < plan.max_slots; slot += plan_threads) slots.next[slot] = 0;
   __syncthreads();
   for (std::int32_t row = thread; row < rows; row += plan_threads) {
     std::int32_t const slot = plan.row_slots[row];
-    if (slot >= 0 && slot < plan.max_slots) atomicAdd(&count[slot], 1);
+    if (slot >= 0 && slot < plan.max_slots) atomicAdd(&slots.next[slot], 1);
   }
   __syncthreads();
-  write_groups(plan, count, warps);
+  write_groups(plan, slots, warps);
   __syncthreads();
   // Warps place their rows in turn, so that a slot's rows stay in order.
   int const warp = thread / warp_threads;
@@ -96,12 +129,12 @@ __global__ void __launch_bounds__(Threads)
     int const turns = min((rows - first + warp_threads - 1) / warp_threads, plan_threads / warp_threads);
     std::int32_t place = 0;
     for (int turn = 0; turn < turns; ++turn) {
-      if (warp == turn && routed) place = count[slot] + rank;
+      if (warp == turn && routed) place = slots.next[slot] + rank;
       __syncwarp();
-      if (warp == turn && routed && rank == 0) count[slot] += __popc(peers);
+      if (warp == turn && routed && rank == 0) slots.next[slot] += __popc(peers);
       __syncthreads();
     }
-    if (routed) plan.rows[place] = row;
+    if (routed) write_row(plan, slots, slot, row, place);
   }
 }
 
@@ -116,18 +149,18 @@ struct RowPlanning {
   }
 };
 
-/// Fills `plan`'s header, groups and rows from its first `rows` row slots, all on the device. Enqueues only;
-/// safe in graph capture. Returns `cudaErrorInvalidValue` when something is null, `rows` is not in `[0,
+/// Fills `plan`'s header, groups, rows and tiles from its first `rows` row slots, all on the device. Enqueues
+/// only; safe in graph capture. Returns `cudaErrorInvalidValue` when something is null, `rows` is not in `[0,
 /// capacity_rows]`, `max_slots` counters do not fit the block's shared memory, or the operation was not
 /// prepared.
 [[nodiscard]] ATLAS_HIDDEN inline cudaError_t launch_row_plan(RowPlan const& plan, std::int32_t rows,
                                                               Machine const& machine,
                                                               cudaStream_t stream) noexcept {
-  std::size_t const shared =
-      static_cast<std::size_t>(plan.max_slots < 0 ? 0 : plan.max_slots) * sizeof(std::int32_t);
+  std::size_t const shared = detail::SlotPlaces::bytes(plan.max_slots < 0 ? 0 : plan.max_slots);
   bool const bad = plan.header == nullptr || plan.row_slots == nullptr || plan.groups == nullptr ||
-                   plan.rows == nullptr || rows < 0 || rows > plan.capacity_rows || plan.max_slots < 0 ||
-                   shared > machine.shared_bytes_per_block || !machine.prepared(operation_id<RowPlanning>());
+                   plan.rows == nullptr || plan.tiles == nullptr || rows < 0 || rows > plan.capacity_rows ||
+                   plan.max_slots < 0 || shared > machine.shared_bytes_per_block ||
+                   !machine.prepared(operation_id<RowPlanning>());
   if (bad) return cudaErrorInvalidValue;
   return detail::launch(detail::row_plan_kernel<detail::plan_threads>,
                         detail::LaunchShape{1, detail::plan_threads, 1, shared}, machine, stream, plan, rows);

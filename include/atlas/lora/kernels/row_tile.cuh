@@ -11,7 +11,7 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/delta_params.hpp"
-#include "atlas/lora/kernels/delta_stages.hpp"
+#include "atlas/lora/kernels/delta_shape.hpp"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/ptx.cuh"
 #include "atlas/lora/kernels/work.hpp"
@@ -46,87 +46,94 @@ struct Operands {
 template <Element T>
 struct RowTile {
   std::int32_t exists;
-  std::int32_t wide;            ///< the weights allow 16-byte accesses
-  std::int32_t row[tile_rows];  ///< row index, or -1 for none
+  std::int32_t wide;              ///< the weights allow 16-byte accesses
+  std::int32_t row[tile_rows];    ///< row of y, or -1 for none
+  std::int32_t x_row[tile_rows];  ///< row of x; -1 exactly where `row` is
   RouteCell<T> cell[max_projections];
   std::int32_t first_rank_tile[max_projections + 1];  ///< prefix counts over the projections
 };
 
-/// Fills what follows from the cells. One thread calls it.
+/// A row tile's place in shared memory, which takes no initialised type.
+template <Element T>
+struct alignas(16) RowTileBytes {
+  unsigned char bytes[sizeof(RowTile<T>)];
+};
+
+/// Fills the cells and what follows from them. One warp calls it, whole: lane i has projection i's cell,
+/// lanes beyond the projections an empty one.
 template <Element T, Element Y>
-__device__ void describe(RowTile<T>& tile, Operands<T, Y> const& p) {
-  bool wide = p.k_in % pack_elements == 0;
+__device__ void describe(RowTile<T>& tile, Operands<T, Y> const& p, RouteCell<T> cell) {
+  int const lane = lane_index();
+  // A rank beyond the table's would not fit what was sized by it; such a cell does nothing.
+  bool const adapts =
+      lane < p.num_projections && cell.adapted() && cell.rank <= p.projections[lane].table.max_rank;
+  if (!adapts) cell.rank = 0;
+  auto const addresses = reinterpret_cast<std::uintptr_t>(cell.a) | reinterpret_cast<std::uintptr_t>(cell.b);
+  bool const wide = !adapts || (addresses % 16 == 0 && cell.b_row_stride % pack_elements == 0);
+  bool const all_wide = __all_sync(0xffffffffu, wide) != 0 && p.k_in % pack_elements == 0;
   std::int32_t first = 0;
+  std::int32_t const tiles = (cell.rank + tile_ranks - 1) / tile_ranks;
+#pragma unroll
   for (int i = 0; i < max_projections; ++i) {
-    tile.first_rank_tile[i] = first;
-    if (i >= p.num_projections) continue;
-    RouteCell<T>& cell = tile.cell[i];
-    // A rank beyond the table's would not fit what was sized by it; such a cell does nothing.
-    if (!cell.adapted() || cell.rank > p.projections[i].table.max_rank) cell.rank = 0;
-    if (cell.rank == 0) continue;
-    first += rank_tiles(cell.rank);
-    auto const addresses =
-        reinterpret_cast<std::uintptr_t>(cell.a) | reinterpret_cast<std::uintptr_t>(cell.b);
-    wide = wide && addresses % 16 == 0 && cell.b_row_stride % pack_elements == 0;
+    std::int32_t const before = __shfl_sync(0xffffffffu, tiles, i);
+    if (i < lane) first += before;
   }
-  tile.first_rank_tile[max_projections] = first;
-  tile.wide = wide ? 1 : 0;
+  if (lane < max_projections) tile.cell[lane] = cell;
+  if (lane <= max_projections) tile.first_rank_tile[lane] = first;
+  if (lane == 0) tile.wide = all_wide ? 1 : 0;
 }
 
-/// Row tiles from a plan and the projections' tables: the plan's groups in order, eight rows a tile.
+/// A cell, by three 16-byte loads.
+template <Element T>
+__device__ inline RouteCell<T> load_cell(RouteCell<T> const* from) {
+  auto const* const vectors = reinterpret_cast<ulonglong2 const*>(from);
+  ulonglong2 const pointers = vectors[0];
+  ulonglong2 const middle = vectors[1];
+  ulonglong2 const end = vectors[2];
+  RouteCell<T> cell;
+  cell.a = reinterpret_cast<T const*>(pointers.x);
+  cell.b = reinterpret_cast<T const*>(pointers.y);
+  cell.bias = reinterpret_cast<T const*>(middle.x);
+  cell.scale = __uint_as_float(static_cast<std::uint32_t>(middle.y));
+  cell.rank = static_cast<std::int32_t>(middle.y >> 32);
+  cell.b_row_stride = static_cast<std::int32_t>(static_cast<std::uint32_t>(end.x));
+  return cell;
+}
+
+/// Row tiles from a plan and the projections' tables.
 struct PlanSource {
   static constexpr std::int32_t static_rank = dynamic_rank;
+
+  /// Row tiles that exist; a plan that says nonsense may say more or fewer.
+  template <Element T, Element Y>
+  __device__ std::int32_t num_tiles(Operands<T, Y> const& p) const {
+    return p.plan.header->num_tiles;
+  }
 
   /// Fills `tile` with the `index`-th row tile. One warp calls it, whole.
   template <Element T, Element Y>
   __device__ void load(RowTile<T>& tile, Operands<T, Y> const& p, std::int32_t index) const {
     int const lane = lane_index();
     RowPlan const& plan = p.plan;
-    // The first groups are read beside the header: groups that do not occur have no rows.
-    RowGroup mine = lane < plan.max_groups ? plan.groups[lane] : RowGroup{};
-    std::int32_t const groups = min(max(plan.header->num_groups, 0), plan.max_groups);
-    std::int32_t before = 0;
-    RowGroup found{-1, 0, 0, 0};
-    bool exists = false;
-    for (std::int32_t first = 0; first < groups && !exists; first += warp_threads) {
-      if (first > 0) mine = first + lane < groups ? plan.groups[first + lane] : RowGroup{};
-      mine.first = min(max(mine.first, 0), plan.capacity_rows);
-      mine.count = first + lane < groups ? min(max(mine.count, 0), plan.capacity_rows - mine.first) : 0;
-      std::int32_t last = row_tiles(mine.count);
-      for (int step = 1; step < warp_threads; step *= 2) {
-        std::int32_t const other = __shfl_up_sync(0xffffffffu, last, step);
-        if (lane >= step) last += other;
-      }
-      last += before;
-      unsigned const beyond = __ballot_sync(0xffffffffu, index < last);
-      before = __shfl_sync(0xffffffffu, last, warp_threads - 1);
-      if (beyond == 0) continue;
-      int const owner = __ffs(static_cast<int>(beyond)) - 1;
-      std::int32_t const offset = (index - (last - row_tiles(mine.count))) * tile_rows;
-      found.slot = __shfl_sync(0xffffffffu, mine.slot, owner);
-      found.first = __shfl_sync(0xffffffffu, mine.first + offset, owner);
-      found.count = __shfl_sync(0xffffffffu, mine.count - offset, owner);
-      exists = true;
+    RowGroup rows{base_slot, 0, 0, 0};
+    if (index < plan.max_tiles) {
+      int4 const words = *reinterpret_cast<int4 const*>(plan.tiles + index);
+      rows = RowGroup{words.x, words.y, words.z, 0};
     }
-    if (exists) fill(tile, p, found);
-    if (lane == 0) tile.exists = exists ? 1 : 0;
-  }
-
- private:
-  template <Element T, Element Y>
-  __device__ static void fill(RowTile<T>& tile, Operands<T, Y> const& p, RowGroup const& group) {
-    int const lane = lane_index();
+    if (lane == 0) tile.exists = rows.count > 0 ? 1 : 0;
+    if (rows.count <= 0) return;
+    RouteCell<T> cell;
+    if (lane < p.num_projections) {
+      RouteTable<T> const& table = p.projections[lane].table;
+      bool const within = rows.slot >= 0 && rows.slot < table.max_slots && table.cells != nullptr;
+      if (within) cell = load_cell(table.cell(rows.slot));
+    }
     if (lane < tile_rows) {
-      std::int32_t const row = lane < group.count ? p.plan.rows[group.first + lane] : -1;
-      tile.row[lane] = row >= 0 && row < p.rows ? row : -1;
-    } else if (lane < tile_rows + p.num_projections) {
-      int const i = lane - tile_rows;
-      RouteTable<T> const& table = p.projections[i].table;
-      bool const within = group.slot >= 0 && group.slot < table.max_slots && table.cells != nullptr;
-      tile.cell[i] = within ? *table.cell(group.slot) : RouteCell<T>{};
+      bool const within = lane < rows.count && rows.first >= 0 && rows.first < plan.capacity_rows - lane;
+      std::int32_t const row = within ? plan.rows[rows.first + lane] : -1;
+      tile.x_row[lane] = tile.row[lane] = row >= 0 && row < p.rows ? row : -1;
     }
-    __syncwarp();
-    if (lane == 0) describe(tile, p);
+    describe(tile, p, cell);
   }
 };
 
@@ -136,18 +143,21 @@ struct PairSource {
   static constexpr std::int32_t static_rank = Rank;
   RouteCell<T> cell;
 
+  /// As of a `PlanSource`.
+  template <Element Y>
+  __device__ std::int32_t num_tiles(Operands<T, Y> const& p) const {
+    return row_tiles(p.rows);
+  }
+  /// As of a `PlanSource`.
   template <Element Y>
   __device__ void load(RowTile<T>& tile, Operands<T, Y> const& p, std::int32_t index) const {
     int const lane = lane_index();
     if (lane < tile_rows) {
       std::int64_t const row = static_cast<std::int64_t>(index) * tile_rows + lane;
-      tile.row[lane] = row < p.rows ? static_cast<std::int32_t>(row) : -1;
+      tile.x_row[lane] = tile.row[lane] = row < p.rows ? static_cast<std::int32_t>(row) : -1;
     }
-    if (lane == 0) {
-      tile.cell[0] = cell;
-      tile.exists = index < row_tiles(p.rows) ? 1 : 0;
-      describe(tile, p);
-    }
+    describe(tile, p, lane == 0 ? cell : RouteCell<T>{});
+    if (lane == 0) tile.exists = index < row_tiles(p.rows) ? 1 : 0;
   }
 };
 

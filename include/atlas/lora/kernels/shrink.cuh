@@ -31,7 +31,7 @@ __device__ float4 multiply_chunk(RowTile<T> const& tile, Operands<T, Y> const& p
   int const projection = projection_of(tile, rank_tile);
   std::int32_t const rank = rank_of<Source>(tile, projection);
   std::int32_t const j = (rank_tile - tile.first_rank_tile[projection]) * tile_ranks + group();
-  std::int32_t const row = tile.row[group()];
+  std::int32_t const row = tile.x_row[group()];
   T const* const a_low = tile.cell[projection].a + j * p.k_in;
   T const* const a_high = a_low + tile_batch_rows * p.k_in;
   T const* const x = p.x + row * p.x_row_stride;

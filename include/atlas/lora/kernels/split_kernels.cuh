@@ -34,11 +34,11 @@ ATLAS_HD constexpr std::size_t xa_bytes(std::int32_t stride, std::size_t element
   return static_cast<std::size_t>(tile_rows) * static_cast<std::size_t>(stride) * element_bytes;
 }
 
-/// The block's row tile. Static shared memory takes no initialised type, so it is bytes.
+/// The block's row tile.
 template <Element T>
 __device__ inline RowTile<T>& shared_row_tile() {
-  __shared__ alignas(16) unsigned char bytes[sizeof(RowTile<T>)];
-  return *reinterpret_cast<RowTile<T>*>(bytes);
+  __shared__ RowTileBytes<T> tile;
+  return reinterpret_cast<RowTile<T>&>(tile);
 }
 
 /// Loads row tile `index` into shared memory for the whole block.

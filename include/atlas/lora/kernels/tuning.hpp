@@ -23,8 +23,8 @@ enum class DeltaForm : std::uint8_t { one_launch, two_launches };
 
 /// The shape of a delta's launch.
 struct DeltaTuning {
-  std::int32_t threads = 256;                  ///< of a block that multiply, a multiple of 256; 32 more fetch
-  std::int32_t cluster = 8;                    ///< blocks that share a row tile: 1, 2, 4, 8 or 16
+  std::int32_t threads = 256;                  ///< of a block: 256 or 512
+  std::int32_t cluster = 8;                    ///< blocks that share a row tile: 2, 4, 8 or 16
   std::int32_t blocks_per_multiprocessor = 2;  ///< that registers and shared memory must allow
   std::int32_t grid_per_multiprocessor = 2;    ///< that a full grid has; fewer leave room for the next launch
 
@@ -33,9 +33,8 @@ struct DeltaTuning {
 
 /// Whether a kernel can be built from `t`.
 [[nodiscard]] constexpr bool valid(DeltaTuning const& t) noexcept {
-  bool const threads = t.threads >= 256 && t.threads <= 768 && t.threads % 256 == 0;
-  bool const cluster =
-      t.cluster == 1 || t.cluster == 2 || t.cluster == 4 || t.cluster == 8 || t.cluster == 16;
+  bool const threads = t.threads == 256 || t.threads == 512;
+  bool const cluster = t.cluster == 2 || t.cluster == 4 || t.cluster == 8 || t.cluster == 16;
   return threads && cluster && t.blocks_per_multiprocessor >= 1 &&
          t.blocks_per_multiprocessor * t.threads <= 2048;
 }
@@ -46,12 +45,12 @@ struct DeltaTuning {
   return element_bytes == 4 ? 1 : t.blocks_per_multiprocessor;
 }
 
-/// The tunings that the library compiles; `delta_tuning` picks among them. Measured on one H200, 4096 ->
-/// 4096, bf16, microseconds at rank 16 and 64: {512, 16} 1 row 4.2 and 6.1 ({256, 8}: 4.6 and 8.2); {256, 8}
-/// 64 rows of 32 adapters 8.1 and 13.3 ({256, 4}: 8.6 and 17.1); {256, 4} 256 rows of 32 adapters 10.4
-/// and 20.0 ({256, 8}: 14.0 and 25.8); {256, 2} 2,048 rows of one adapter 27 and 60 ({256, 4}: 48 and 99).
+/// The tunings that the library compiles; `delta_tuning` picks among them. Kernels depend on the threads and
+/// blocks alone, so all of these are one kernel. Measured on one H200, 4096 -> 4096, bf16, rank 16 and 64,
+/// microseconds: {16} 1 row 2.97 and 4.3 ({8}: 3.5 and 4.5); {8} 64 rows of 32 adapters 5.7 and 10.8
+/// ({4}: 7.1 and 12.8, {16}: 8.0 and 15.0); {4} 256 rows of 32 adapters 9.2 and 18.9 ({8}: 10.3 and 21.7).
 inline constexpr DeltaTuning delta_tunings[] = {
-    {512, 16, 1, 1}, {256, 8, 2, 2}, {256, 4, 2, 2}, {256, 2, 2, 2}};
+    {256, 16, 2, 2}, {256, 8, 2, 2}, {256, 4, 2, 2}, {256, 2, 2, 2}};
 
 /// A tuning as it suits an element type: float's kernels need the registers of a block of 256 threads alone.
 [[nodiscard]] constexpr DeltaTuning tuned_for(DeltaTuning t, std::size_t element_bytes) noexcept {
@@ -76,8 +75,7 @@ inline constexpr DeltaTuning delta_tunings[] = {
 /// The index into `delta_tunings` for `rows` rows on a machine whose largest cluster is `max_cluster`.
 [[nodiscard]] constexpr std::size_t delta_tuning(std::int32_t max_cluster, std::int32_t rows) noexcept {
   if (rows <= 2 && max_cluster >= 16) return 0;
-  if (rows <= 128) return 1;
-  return rows <= 512 ? 2 : 3;
+  return rows <= 128 ? 1 : 2;
 }
 
 }  // namespace atlas::lora::inline v0

@@ -9,13 +9,12 @@
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/kernels/contraction.hpp"
+#include "atlas/lora/route/row_plan.hpp"
 
 namespace atlas::lora::inline v0 {
 
 /// Most projections of one x in one launch: q, k, v and one more.
 inline constexpr std::int32_t max_projections = 4;
-/// Rows of a row tile: rows of one slot that are multiplied together.
-inline constexpr std::int32_t tile_rows = 8;
 /// Weight rows of a rank tile.
 inline constexpr std::int32_t tile_ranks = 16;
 /// Outputs of an output tile.
@@ -49,17 +48,6 @@ struct Share {
           static_cast<std::int32_t>(wide * (part + 1) / parts)};
 }
 
-/// Row tiles of a group of `rows` rows.
-[[nodiscard]] ATLAS_HD constexpr std::int32_t row_tiles(std::int32_t rows) noexcept {
-  return static_cast<std::int32_t>(divide_up(rows, tile_rows));
-}
-/// The most row tiles that `rows` rows in at most `max_groups` groups can make.
-[[nodiscard]] ATLAS_HD constexpr std::int32_t max_row_tiles(std::int32_t rows,
-                                                            std::int32_t max_groups) noexcept {
-  // A group of c rows makes at most 1 + (c - 1) / 8 tiles.
-  std::int32_t const groups = rows < max_groups ? rows : max_groups;
-  return groups <= 0 ? 0 : groups + (rows - groups) / tile_rows;
-}
 /// Rank tiles of a rank.
 [[nodiscard]] ATLAS_HD constexpr std::int32_t rank_tiles(std::int32_t rank) noexcept {
   return static_cast<std::int32_t>(divide_up(rank, tile_ranks));

@@ -102,7 +102,7 @@ struct FamilyTraits {
 /// Fills in what is absent and has a rule; the words of what is wrong, or nothing.
 [[nodiscard]] inline std::string complete(ModelConfig& c, FamilyTraits traits) {
   if (traits.family == Family::unknown) {
-    return "model_type '" + c.model_type +
+    return "model_type '" + printable(c.model_type) +
            "' is not a known family; an engine may describe a model of its own "
            "with ModelDescription";
   }
@@ -126,7 +126,8 @@ struct FamilyTraits {
   if (outside(c.vocab, widest)) return bad("vocab_size", c.vocab);
   if (c.num_experts < 0 || c.num_experts > most_experts) return bad("num_experts", c.num_experts);
   if (c.num_experts > 0 && (traits.family == Family::dense || traits.family == Family::fused)) {
-    return bad("num_experts", c.num_experts) + ", but model_type '" + c.model_type + "' has no experts";
+    return bad("num_experts", c.num_experts) + ", but model_type '" + printable(c.model_type) +
+           "' has no experts";
   }
   if (c.decoder_sparse_step < 1) return bad("decoder_sparse_step", c.decoder_sparse_step);
   if (traits.family == Family::mixtral && c.moe_intermediate == 0) c.moe_intermediate = c.intermediate;
@@ -202,7 +203,8 @@ struct LayerKinds {
   ModelDescription d{.num_layers = c.layers, .hidden = c.hidden, .vocab = c.vocab, .tied_head = c.tied_head};
   auto const add = [&d](std::string name, std::int64_t n_out, std::int64_t k_in,
                         std::vector<std::int32_t> const& layers, std::vector<std::int64_t> parts = {}) {
-    if (!layers.empty()) d.modules.push_back({std::move(name), n_out, k_in, layers, std::move(parts)});
+    bool const ffn = name.starts_with("mlp.") || name == "linear_attn.out_proj";
+    if (!layers.empty()) d.modules.push_back({std::move(name), n_out, k_in, layers, std::move(parts), ffn});
   };
   std::int64_t const q = (traits.family == detail::Family::hybrid ? 2 : 1) * c.heads * c.head_dim;
   std::int64_t const kv = c.kv_heads * c.head_dim;

@@ -36,6 +36,30 @@ struct MoeShape {
   /// The same for each of `layers`, in models whose layers differ; empty otherwise.
   std::vector<std::int64_t> layer_intermediate{};
 
+  /// The index into `layers` of global layer `layer`; none when it has no experts.
+  [[nodiscard]] std::optional<std::size_t> find(std::int32_t layer) const noexcept {
+    auto const at = std::lower_bound(layers.begin(), layers.end(), layer);
+    if (at == layers.end() || *at != layer) return std::nullopt;
+    return static_cast<std::size_t>(at - layers.begin());
+  }
+  /// One expert's linear in `layers[index]` as a module: its widths, and its place for messages. The expert
+  /// of a module is not part of its name.
+  [[nodiscard]] Module linear(std::size_t index, ExpertLinear which) const {
+    std::int64_t const inner = layer_intermediate.empty() ? intermediate : layer_intermediate[index];
+    constexpr char const* names[] = {"gate_proj", "up_proj", "down_proj"};
+    bool const down = which == ExpertLinear::down;
+    return Module{names[static_cast<std::size_t>(which)],
+                  down ? hidden : inner,
+                  down ? inner : hidden,
+                  {layers[index]},
+                  {},
+                  true};
+  }
+  /// The router of `layers[index]` as a module.
+  [[nodiscard]] Module router(std::size_t index) const {
+    return Module{"mlp.gate", num_experts, hidden, {layers[index]}, {}};
+  }
+
   friend bool operator==(MoeShape const&, MoeShape const&) = default;
 };
 
@@ -63,6 +87,7 @@ class ModelShape {
     ModelShape shape;
     shape.description_ = std::move(description);
     shape.index_sites();
+    shape.fingerprint_ = hash(shape.description_);
     return shape;
   }
 
@@ -82,6 +107,11 @@ class ModelShape {
   [[nodiscard]] std::int64_t vocab() const noexcept { return description_.vocab; }
   /// Whether `lm_head` is the embedding.
   [[nodiscard]] bool tied_head() const noexcept { return description_.tied_head; }
+
+  /// A hash of the names, widths and layers of all linears and experts, and of the embedding's: shapes that
+  /// differ in it are different models, and an adapter that was audited against one is not for the other.
+  /// Never 0.
+  [[nodiscard]] std::uint64_t fingerprint() const noexcept { return fingerprint_; }
 
   /// Every place that may have a pair, in packing order: layers ascending, modules in list order within a
   /// layer, model-wide modules last.
@@ -187,6 +217,31 @@ class ModelShape {
     return {};
   }
 
+  static std::uint64_t hash(ModelDescription const& d) noexcept {
+    std::uint64_t hash = 0xcbf29ce484222325U;  // FNV-1a over 64-bit numbers
+    auto const add = [&](auto number) {
+      hash = (hash ^ static_cast<std::uint64_t>(number)) * 0x100000001b3U;
+    };
+    auto const add_all = [&](auto const& numbers) {
+      add(numbers.size());
+      for (auto const number : numbers) add(number);
+    };
+    for (auto const number : {std::int64_t{d.num_layers}, d.hidden, d.vocab, std::int64_t{d.tied_head},
+                              std::int64_t{d.moe.num_experts}, d.moe.hidden, d.moe.intermediate}) {
+      add(number);
+    }
+    add_all(d.moe.layers);
+    add_all(d.moe.layer_intermediate);
+    for (Module const& module : d.modules) {
+      add_all(module.name);
+      add(module.n_out);
+      add(module.k_in);
+      add_all(module.layers);
+      add_all(module.parts);
+    }
+    return hash == 0 ? 1 : hash;
+  }
+
   void index_sites() {
     std::vector<std::vector<std::int32_t>> by_layer(static_cast<std::size_t>(num_layers()) + 1);
     for (std::size_t m = 0; m < description_.modules.size(); ++m) {
@@ -204,6 +259,7 @@ class ModelShape {
   }
 
   ModelDescription description_;
+  std::uint64_t fingerprint_ = hash(description_);
   std::vector<Site> sites_;
   std::vector<std::size_t> layer_begin_{0, 0};  // [num_layers + 2]: where each layer's sites begin in sites_
 };

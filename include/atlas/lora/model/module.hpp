@@ -3,6 +3,7 @@
 // One linear projection of a model, as data: nothing in the library knows a model by its code.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -26,6 +27,9 @@ struct Module {
   /// Rows of each fused part in order (`{q, k, v}`), summing to `n_out`; empty when nothing is fused. Kept
   /// for slicing over devices, which must cut each part by itself.
   std::vector<std::int64_t> parts{};
+  /// Whether the measurement lever `StepLevers::apply_ffn` leaves it out: the feed-forward part's linears
+  /// (gate, up and down, a shared expert's too), and the output of a hybrid's linear attention.
+  bool ffn = false;
 
   friend bool operator==(Module const&, Module const&) = default;
 };
@@ -38,5 +42,10 @@ struct Site {
 
   friend constexpr bool operator==(Site const&, Site const&) = default;
 };
+
+/// The linears of one expert.
+enum class ExpertLinear : std::uint8_t { gate, up, down };
+/// How many of them there are.
+inline constexpr std::size_t expert_linears = 3;
 
 }  // namespace atlas::lora::inline v0

@@ -28,6 +28,7 @@ class CudaBackend {
   /// The backend of device `device`, which is not touched before the first call.
   explicit CudaBackend(int device = 0) noexcept : device_(device) {}
 
+  /// The device's ordinal.
   [[nodiscard]] int device() const noexcept { return device_; }
 
   [[nodiscard]] Result<void*> allocate_device(std::size_t bytes) noexcept {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// Adapters kept in host memory under a byte budget, so that bringing one into a pool reads no files.
+// Adapters kept packed in pinned host memory under a byte budget, so that bringing one into a pool reads no
+// files and converts nothing.
 #pragma once
 
 #include <concepts>
@@ -8,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,6 +22,12 @@
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/pool/layout.hpp"
+#include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/packed_adapter.hpp"
+#include "atlas/lora/pool/pinned_arena.hpp"
 #include "atlas/lora/pool/pool.hpp"
 #include "atlas/lora/status.hpp"
 
@@ -34,29 +42,13 @@ concept AdapterReader = requires(R const& reader, std::string_view name, std::st
   noexcept->std::same_as<Result<Adapter>>;
 };
 
-/// Bytes of all tensors of an adapter, as it holds them.
-[[nodiscard]] inline std::size_t host_bytes(Adapter const& adapter) noexcept {
-  std::size_t bytes = 0;
-  for (AdapterPair const& pair : adapter.pairs) {
-    bytes += pair.a.bytes.size() + pair.b.bytes.size() + (pair.bias ? pair.bias->bytes.size() : 0);
-  }
-  for (auto const* const part : {&adapter.experts, &adapter.router}) {
-    for (HostTensor const& tensor : *part) bytes += tensor.bytes.size();
-  }
-  adapter.raw_overlay.for_each([&](HostTensor const& tensor) { bytes += tensor.bytes.size(); });
-  for (OverrideRows const* const own : {&adapter.overlay.embedding, &adapter.overlay.head}) {
-    bytes += own->rows.bytes.size() + own->ids.size() * sizeof(std::int32_t);
-  }
-  return bytes;
-}
-
 /// What a host tier has done. Counts only grow.
 struct HostTierCounters {
   std::uint64_t reads = 0;      ///< calls of the reader
   std::uint64_t hits = 0;       ///< asked for and kept already
   std::uint64_t joins = 0;      ///< asked for while another caller read it
   std::uint64_t failures = 0;   ///< reads that failed
-  std::uint64_t refusals = 0;   ///< adapters that were read and did not fit
+  std::uint64_t refusals = 0;   ///< adapters that were read and found no room
   std::uint64_t evictions = 0;  ///< adapters that left because another needed their bytes
 
   friend bool operator==(HostTierCounters const&, HostTierCounters const&) = default;
@@ -65,7 +57,7 @@ struct HostTierCounters {
 /// One adapter in a host tier.
 struct HostTierEntry {
   std::string name;
-  std::size_t bytes = 0;
+  std::size_t bytes = 0;       ///< of its blocks
   bool in_use = false;         ///< somebody holds it, so that it is not evicted
   std::uint64_t last_use = 0;  ///< the tier's tick when it was last asked for; larger is later
 
@@ -75,33 +67,39 @@ struct HostTierEntry {
 /// A host tier at one moment.
 struct HostTierSnapshot {
   std::vector<HostTierEntry> entries;  ///< by name
-  std::size_t bytes = 0;               ///< of all entries
-  std::size_t budget_bytes = 0;
-  std::size_t reading = 0;  ///< names that are being read now
+  std::size_t bytes =
+      0;  ///< of all blocks in use: of entries, of what is held though forgotten, of what is packed now
+  std::size_t budget_bytes = 0;  ///< of all blocks
+  std::size_t reading = 0;       ///< names that are being read now
   HostTierCounters counters;
 
   friend bool operator==(HostTierSnapshot const&, HostTierSnapshot const&) = default;
 };
 
-/// Adapters by name in at most `budget_bytes` of host memory. What was asked for longest ago leaves first;
-/// what somebody holds does not leave. However many callers ask for a name at one time, it is read once, on
-/// the thread of the first, and all get that result or that error; an error is not kept. A caller that
-/// cancels ends its own wait alone: when it is the one that reads, another that waits reads instead. Every
-/// function may be called from any thread; the tier has no threads of its own and outlives all calls.
-template <AdapterReader R>
+/// Adapters by name, packed for pools of one model and element type, experts, routers and token rows too, in
+/// one arena of pinned memory. What was asked for longest ago leaves first; what somebody holds does not
+/// leave. However many callers ask for a name at one time, it is read once, on the thread of the first, and
+/// all get that result or that error; an error is not kept. A caller that cancels ends its own wait alone:
+/// when it is the one that reads, another that waits reads instead. What the reader gives lies in ordinary
+/// memory until it is packed. Every function may be called from any thread; the tier has no threads of its
+/// own and outlives all calls.
+template <Element T, AdapterReader R>
 class HostTier {
  public:
   /// An adapter that stays alive, and in the tier, as long as it is held.
-  using Content = std::shared_ptr<Adapter const>;
+  using Content = std::shared_ptr<PackedAdapter<T> const>;
 
-  HostTier(std::size_t budget_bytes, R reader) : budget_(budget_bytes), reader_(std::move(reader)) {}
+  /// A tier that has the whole of `arena`, which nobody else may take from. `packing` is how all adapters are
+  /// packed; experts, routers and token rows are kept wherever the model has them, whatever the pools serve.
+  HostTier(ModelShape shape, PinnedArena arena, R reader, PackOptions const& packing = {})
+      : shape_(std::move(shape)), arena_(std::move(arena)), reader_(std::move(reader)), packing_(packing) {}
   HostTier(HostTier const&) = delete;
   HostTier& operator=(HostTier const&) = delete;
 
-  /// The adapter `name`, read if it is not kept. Errors: the reader's; `out_of_memory` when it is larger than
-  /// the budget; retryable `pool_full` when it does not fit beside what is held; `cancelled`.
+  /// The adapter `name`, read and packed if it is not kept. Errors: the reader's; those of
+  /// `detail::check_adapter` and `convert`; `out_of_memory` when it is larger than the budget; retryable
+  /// `pool_full` when it does not fit beside what is in use; `cancelled`.
   [[nodiscard]] Result<Content> get(std::string_view name, std::stop_token const& stop = {}) {
-    std::vector<Content> evicted;  // destroyed when the lock has gone
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       if (Entry* const entry = touch(name)) {
@@ -109,7 +107,7 @@ class HostTier {
         return entry->content;
       }
       auto const found = flights_.find(name);
-      if (found == flights_.end()) return read(name, stop, lock, evicted);
+      if (found == flights_.end()) return read(name, stop, lock);
       std::shared_ptr<Flight> const flight = found->second;
       ++counters_.joins;
       flight->landed.wait(lock, stop, [&] { return flight->outcome.has_value(); });
@@ -121,10 +119,9 @@ class HostTier {
   /// Makes `get(name)` a hit: reads on this thread, unless the name is kept, or another caller reads it,
   /// which is not waited for. Errors: those of `get`.
   [[nodiscard]] Result<void> prefetch(std::string_view name, std::stop_token const& stop = {}) {
-    std::vector<Content> evicted;
     std::unique_lock<std::mutex> lock(mutex_);
     if (touch(name) != nullptr || flights_.find(name) != flights_.end()) return {};
-    auto const content = read(name, stop, lock, evicted);
+    auto const content = read(name, stop, lock);
     if (!content) return cuda::std::unexpected<Error>(content.error());
     return {};
   }
@@ -132,22 +129,22 @@ class HostTier {
   /// Makes the next `get(name)` read again, as after a change of its files. Who holds the adapter keeps it,
   /// and what is being read now is not kept.
   void forget(std::string_view name) {
-    Content forgotten;
     std::lock_guard<std::mutex> const lock(mutex_);
     if (auto const flight = flights_.find(name); flight != flights_.end()) flights_.erase(flight);
-    auto const entry = entries_.find(name);
-    if (entry == entries_.end()) return;
-    bytes_ -= entry->second.bytes;
-    forgotten = std::move(entry->second.content);
-    entries_.erase(entry);
+    if (auto const entry = entries_.find(name); entry != entries_.end()) entries_.erase(entry);
   }
 
   /// What an operator sees; O(entries).
   [[nodiscard]] HostTierSnapshot snapshot() const {
     std::lock_guard<std::mutex> const lock(mutex_);
-    HostTierSnapshot all{{}, bytes_, budget_, flights_.size(), counters_};
+    HostTierSnapshot all{{},
+                         in_use() * arena_.block_bytes(),
+                         arena_.blocks() * arena_.block_bytes(),
+                         flights_.size(),
+                         counters_};
     for (auto const& [name, entry] : entries_) {
-      all.entries.push_back(HostTierEntry{name, entry.bytes, entry.held(), entry.last_use});
+      all.entries.push_back(
+          HostTierEntry{name, entry.blocks * arena_.block_bytes(), entry.held(), entry.last_use});
     }
     return all;
   }
@@ -155,7 +152,7 @@ class HostTier {
  private:
   struct Entry {
     Content content;
-    std::size_t bytes = 0;
+    std::size_t blocks = 0;
     std::uint64_t last_use = 0;
 
     // Under the tier's mutex nobody becomes the second holder meanwhile.
@@ -180,75 +177,95 @@ class HostTier {
     return &found->second;
   }
 
-  // Reads `name` without the lock, and keeps it. The lock is held before and after.
-  Result<Content> read(std::string_view name, std::stop_token const& stop, std::unique_lock<std::mutex>& lock,
-                       std::vector<Content>& evicted) {
+  // Reads and packs `name` without the lock, and keeps it. The lock is held before and after.
+  Result<Content> read(std::string_view name, std::stop_token const& stop,
+                       std::unique_lock<std::mutex>& lock) {
     auto const flight = std::make_shared<Flight>();
     flights_.emplace(name, flight);
     ++counters_.reads;
     lock.unlock();
-    auto adapter = reader_(name, stop);
-    Result<Content> outcome = adapter
-                                  ? Result<Content>(std::make_shared<Adapter const>(*std::move(adapter)))
-                                  : Result<Content>(cuda::std::unexpected<Error>(std::move(adapter).error()));
+    Result<Content> outcome = read_and_pack(name, stop);
     lock.lock();
     auto const found = flights_.find(name);
     bool const wanted = found != flights_.end() && found->second == flight;
     if (wanted) flights_.erase(found);
-    if (!outcome) ++counters_.failures;
-    flight->cancelled = !outcome && outcome.error().code == Errc::cancelled && stop.stop_requested();
     if (outcome && wanted) {
-      auto const kept = keep(name, *outcome, evicted);
-      if (!kept) outcome = cuda::std::unexpected<Error>(kept.error());
+      std::size_t const blocks = arena_.blocks_for((*outcome)->outline().bytes);
+      entries_.insert_or_assign(std::string(name), Entry{*outcome, blocks, ++tick_});
     }
+    flight->cancelled = !outcome && outcome.error().code == Errc::cancelled && stop.stop_requested();
     flight->outcome = outcome;
     flight->landed.notify_all();
     return outcome;
   }
 
-  // Makes room for `content` and keeps it; on failure nothing has left.
-  Result<void> keep(std::string_view name, Content const& content, std::vector<Content>& evicted) {
-    std::size_t const bytes = host_bytes(*content);
-    std::size_t held = 0;
-    for (auto const& [other, entry] : entries_) held += entry.held() ? entry.bytes : 0;
-    if (bytes > budget_ || bytes > budget_ - held) {
+  Result<Content> read_and_pack(std::string_view name, std::stop_token const& stop) {
+    auto const adapter = reader_(name, stop);
+    detail::PoolRoom const any{largest_pool_rank, true, shape_.moe().num_experts > 0,
+                               std::numeric_limits<std::size_t>::max()};
+    auto outline = adapter ? detail::checked_outline<T>(name, *adapter, shape_, any, packing_)
+                           : Result<PackedOutline>(cuda::std::unexpected<Error>(adapter.error()));
+    if (!outline) return failed(outline.error());
+    auto blocks = make_room(name, outline->bytes);
+    if (!blocks) return cuda::std::unexpected<Error>(blocks.error());
+    auto packed = PackedAdapter<T>::pack(*adapter, *std::move(outline), shape_, packing_.conversion,
+                                         *std::move(blocks));
+    if (!packed) return failed(packed.error());
+    return Content(std::make_shared<PackedAdapter<T> const>(*std::move(packed)));
+  }
+
+  cuda::std::unexpected<Error> failed(Error const& error) {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    ++counters_.failures;
+    return cuda::std::unexpected<Error>(error);
+  }
+
+  [[nodiscard]] std::size_t in_use() const { return arena_.blocks() - arena_.free_blocks(); }
+
+  // Blocks for `bytes` bytes, from which adapters that nobody holds give way; on failure none has left.
+  Result<PinnedBlocks> make_room(std::string_view name, std::size_t bytes) {
+    std::lock_guard<std::mutex> const lock(mutex_);
+    std::size_t const needed = arena_.blocks_for(bytes);
+    std::size_t idle = 0;
+    for (auto const& [other, entry] : entries_) idle += entry.held() ? 0 : entry.blocks;
+    std::size_t const free = arena_.free_blocks();  // only ever more, as long as the lock is held
+    if (needed > free + idle) {
       ++counters_.refusals;
-      std::string const fault = quoted(name) + std::to_string(bytes) + " bytes do not fit ";
-      if (bytes > budget_) return fail(Errc::out_of_memory, fault + std::to_string(budget_));
-      return fail(Errc::pool_full,
-                  fault + std::to_string(budget_) + " of which " + std::to_string(held) + " are in use");
+      std::size_t const budget = arena_.blocks() * arena_.block_bytes();
+      std::string const fault =
+          quoted(name) + std::to_string(bytes) + " bytes do not fit " + std::to_string(budget);
+      if (needed > arena_.blocks()) return fail(Errc::out_of_memory, fault);
+      std::size_t const busy = (arena_.blocks() - free - idle) * arena_.block_bytes();
+      return fail(Errc::pool_full, fault + " of which " + std::to_string(busy) + " are in use");
     }
-    while (bytes > budget_ - bytes_) {
+    while (needed > arena_.free_blocks()) {
       auto oldest = entries_.end();
       for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
         if (entry->second.held()) continue;
         if (oldest == entries_.end() || entry->second.last_use < oldest->second.last_use) oldest = entry;
       }
       ATLAS_ASSERT(oldest != entries_.end(), "what is not held was counted above, and stays so");
-      bytes_ -= oldest->second.bytes;
-      evicted.push_back(std::move(oldest->second.content));
       entries_.erase(oldest);
       ++counters_.evictions;
     }
-    bytes_ += bytes;
-    entries_.insert_or_assign(std::string(name), Entry{content, bytes, ++tick_});
-    return {};
+    return *arena_.take(needed);
   }
 
-  std::size_t const budget_;
+  ModelShape const shape_;
+  PinnedArena const arena_;
   R const reader_;
+  PackOptions const packing_;
   mutable std::mutex mutex_;
   std::map<std::string, Entry, std::less<>> entries_;
   std::map<std::string, std::shared_ptr<Flight>, std::less<>> flights_;
-  std::size_t bytes_ = 0;
   std::uint64_t tick_ = 0;
   HostTierCounters counters_;
 };
 
 /// Brings `name` from the host tier into the pool, reading it first if it is not kept. Errors: those of
 /// `HostTier::get` and of `AdapterPool::load`.
-template <class Pool, AdapterReader R>
-[[nodiscard]] Result<Staged> promote(Pool& pool, HostTier<R>& tier, std::string_view name,
+template <class Pool, Element T, AdapterReader R>
+[[nodiscard]] Result<Staged> promote(Pool& pool, HostTier<T, R>& tier, std::string_view name,
                                      StageOptions const& options = {}) {
   auto const content = tier.get(name, options.stop);
   if (!content) return cuda::std::unexpected<Error>(content.error());

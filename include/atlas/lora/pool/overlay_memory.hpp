@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// The region of a pool's memory that holds token overlays, and where an adapter's lies in its part of it.
+// The region of a pool's memory that holds token overlays, and whether an adapter's can be in it.
 #pragma once
 
 #include <algorithm>
@@ -16,63 +16,11 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/layout.hpp"
-#include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/overlay_layout.hpp"
+#include "atlas/lora/pool/pack_check.hpp"
 #include "atlas/lora/status.hpp"
-#include "atlas/lora/tables/overlay_table.hpp"
 
 namespace atlas::lora::inline v0::detail {
-
-/// Where the parts of one adapter's overlay lie in its block, in bytes, multiples of 16: a map of the
-/// vocabulary, the embedding's rows, the embedding's ids where the head shares them, the head's rows and ids.
-struct OverlayLayout {
-  std::size_t slot_map = 0;
-  std::size_t embed_rows = 0;
-  std::size_t embed_ids = 0;
-  std::size_t head_rows = 0;
-  std::size_t head_ids = 0;
-  std::size_t bytes = 0;  ///< of the whole; 0 for an adapter without token rows
-
-  friend constexpr bool operator==(OverlayLayout const&, OverlayLayout const&) = default;
-};
-
-/// The layout for so many rows. The numbers come from an adapter that is in host memory, so nothing
-/// overflows.
-[[nodiscard]] constexpr OverlayLayout overlay_layout(std::size_t embed_count, std::size_t head_count,
-                                                     bool head_is_embedding, std::size_t vocab,
-                                                     std::size_t hidden, std::size_t element_bytes) noexcept {
-  OverlayLayout layout;
-  std::size_t const row = hidden * element_bytes;
-  layout.embed_rows = embed_count == 0 ? 0 : aligned_up(vocab * sizeof(std::int32_t), 16);
-  layout.embed_ids = layout.embed_rows + aligned_up(embed_count * row, 16);
-  bool const shares = head_is_embedding && head_count == 0;
-  layout.head_rows = layout.embed_ids + (shares ? aligned_up(embed_count * sizeof(std::int32_t), 16) : 0);
-  layout.head_ids = layout.head_rows + aligned_up(head_count * row, 16);
-  layout.bytes = layout.head_ids + aligned_up(head_count * sizeof(std::int32_t), 16);
-  return layout;
-}
-[[nodiscard]] inline OverlayLayout overlay_layout(TokenOverlay const& overlay,
-                                                  std::size_t element_bytes) noexcept {
-  return overlay_layout(overlay.embedding.ids.size(), overlay.head.ids.size(), overlay.head_is_embedding,
-                        static_cast<std::size_t>(overlay.vocab), static_cast<std::size_t>(overlay.hidden),
-                        element_bytes);
-}
-
-/// The cell of an overlay that was packed at `block`.
-template <Element T>
-[[nodiscard]] OverlayCell<T> overlay_cell_at(TokenOverlay const& overlay, std::byte const* block) noexcept {
-  if (overlay.empty()) return {};
-  OverlayLayout const at = overlay_layout(overlay, sizeof(T));
-  OverlaySets<T> sets;
-  sets.slot_map = reinterpret_cast<std::int32_t const*>(block + at.slot_map);
-  sets.embed_rows = reinterpret_cast<T const*>(block + at.embed_rows);
-  sets.embed_ids = reinterpret_cast<std::int32_t const*>(block + at.embed_ids);
-  sets.embed_count = static_cast<std::int32_t>(overlay.embedding.ids.size());
-  sets.head_rows = reinterpret_cast<T const*>(block + at.head_rows);
-  sets.head_ids = reinterpret_cast<std::int32_t const*>(block + at.head_ids);
-  sets.head_count = static_cast<std::int32_t>(overlay.head.ids.size());
-  sets.vocab = overlay.vocab;
-  return wire_overlay(sets, overlay.head_is_embedding);
-}
 
 inline void check_rows(OverrideRows const& own, TokenOverlay const& overlay, PackFaults& faults) {
   if (own.empty()) return;
@@ -86,6 +34,12 @@ inline void check_rows(OverrideRows const& own, TokenOverlay const& overlay, Pac
     }
     previous = id;
   }
+}
+
+inline void check_overlay_room(std::size_t needed, std::size_t overlay_bytes, PackFaults& faults) {
+  if (needed <= overlay_bytes) return;
+  faults.add(Errc::out_of_memory, "token rows need " + std::to_string(needed) + " bytes, the pool has " +
+                                      std::to_string(overlay_bytes) + " for all overlays");
 }
 
 /// Whether a pool of `overlay_bytes` can hold an adapter's token rows; every fault is named. Errors:
@@ -118,11 +72,7 @@ inline void check_rows(OverrideRows const& own, TokenOverlay const& overlay, Pac
   }
   check_rows(overlay.embedding, overlay, faults);
   check_rows(overlay.head, overlay, faults);
-  std::size_t const needed = overlay_layout(overlay, element_bytes).bytes;
-  if (needed > overlay_bytes) {
-    faults.add(Errc::out_of_memory, "token rows need " + std::to_string(needed) + " bytes, the pool has " +
-                                        std::to_string(overlay_bytes) + " for all overlays");
-  }
+  check_overlay_room(packed_overlay(overlay, element_bytes, 0).bytes, overlay_bytes, faults);
   return faults.outcome();
 }
 
@@ -130,7 +80,8 @@ inline void check_rows(OverrideRows const& own, TokenOverlay const& overlay, Pac
 /// takes another, or another needs the room. Expects the ledger's mutex to be held, as the ledger does.
 class OverlayMemory {
  public:
-  explicit OverlayMemory(std::size_t bytes, std::size_t places) : bytes_(bytes), blocks_(places) {}
+  OverlayMemory() = default;
+  OverlayMemory(std::size_t bytes, std::size_t places) : bytes_(bytes), blocks_(places) {}
 
   /// Whether `bytes` fit where the blocks of places with `gives_up(place)` do not count.
   template <class GivesUp>
@@ -142,7 +93,7 @@ class OverlayMemory {
   /// is needed. None when there is no room; then nothing has changed but that `place` has no block.
   template <class IsSpare>
   [[nodiscard]] bool take(std::int32_t place, std::size_t bytes, IsSpare const& is_spare) {
-    at(place).reset();
+    if (holds(place)) at(place).reset();
     if (bytes == 0) return true;
     auto gap = find_gap(bytes, [](std::int32_t) { return false; });
     if (!gap) {
@@ -156,10 +107,15 @@ class OverlayMemory {
     return true;
   }
 
-  /// Where the block of `place`, which has one, begins; bytes into the region, a multiple of 256.
+  /// Whether `place` has a block.
+  [[nodiscard]] bool holds(std::int32_t place) const noexcept {
+    return static_cast<std::size_t>(place) < blocks_.size() &&
+           blocks_[static_cast<std::size_t>(place)].has_value();
+  }
+
+  /// Where the block of `place` begins; bytes into the region, a multiple of 256. 0 when it has none.
   [[nodiscard]] std::size_t offset(std::int32_t place) const noexcept {
-    auto const& block = blocks_[static_cast<std::size_t>(place)];
-    return block ? block->offset : 0;
+    return holds(place) ? blocks_[static_cast<std::size_t>(place)]->offset : 0;
   }
 
  private:
@@ -187,7 +143,7 @@ class OverlayMemory {
     return begin <= bytes_ && bytes_ - begin >= bytes ? std::optional(begin) : std::nullopt;
   }
 
-  std::size_t bytes_;
+  std::size_t bytes_ = 0;
   std::vector<std::optional<Block>> blocks_;
 };
 

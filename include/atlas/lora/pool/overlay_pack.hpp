@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// An adapter's token rows on their way into a pool's memory, a part at a time through pinned staging.
+// An adapter's token rows on their way into their block, a part at a time through staging.
 #pragma once
 
 #include <algorithm>
@@ -15,86 +15,87 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/overlay/select.hpp"
-#include "atlas/lora/pool/backend.hpp"
-#include "atlas/lora/pool/load_lanes.hpp"
-#include "atlas/lora/pool/overlay_memory.hpp"
+#include "atlas/lora/pool/overlay_layout.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/status.hpp"
 
 namespace atlas::lora::inline v0::detail {
 
-/// Packs overlays on one lane. `staging` is pinned and holds a row at least.
-template <Element T, Backend B>
+/// Packs overlays through `staging`, which is aligned for T and holds a row at least.
+template <Element T>
 struct OverlayPacker {
-  B& backend;
-  typename LoadLanes<B>::Lane const& lane;
   std::span<std::byte> staging;
-  StageOptions const& how;
+  ConversionPolicy policy;
 
-  /// Writes the whole overlay into the block at `to`, as `overlay_layout` says. Enqueues the last copies,
-  /// which read staging. Errors: those of `convert`; `cancelled`; the backend's.
-  [[nodiscard]] Result<ConversionCounts> pack(TokenOverlay const& overlay, std::byte* to) {
+  /// Puts the whole overlay, as `overlay_layout` says. `ready()` is called before staging is filled,
+  /// `put(offset, bytes)` when its head holds what comes `offset` bytes into the block; both give a
+  /// `Result<void>`. Errors: theirs, and those of `convert`.
+  template <class Ready, class Put>
+  [[nodiscard]] Result<ConversionCounts> pack(TokenOverlay const& overlay, Ready const& ready,
+                                              Put const& put) const {
+    OverlayLayout const at = overlay_layout(packed_overlay(overlay, sizeof(T), 0), sizeof(T));
     ConversionCounts counts;
-    OverlayLayout const at = overlay_layout(overlay, sizeof(T));
-    if (at.bytes == 0) return counts;
-    Result<void> sent;
+    auto const put_ids = [&](std::span<std::int32_t const> ids, std::size_t offset) {
+      return put_parts(ids.size(), sizeof(std::int32_t), offset, ready, put,
+                       [&](std::size_t first, std::size_t count) {
+                         std::memcpy(staging.data(), ids.data() + first, count * sizeof(std::int32_t));
+                         return Result<void>();
+                       });
+    };
+    auto const put_rows = [&](HostTensor const& rows, std::size_t offset) {
+      return put_parts(
+          static_cast<std::size_t>(rows.shape[0]), static_cast<std::size_t>(rows.shape[1]) * sizeof(T),
+          offset, ready, put,
+          [&](std::size_t first, std::size_t count) { return convert_rows(rows, first, count, counts); });
+    };
+    Result<void> done;
     if (!overlay.embedding.empty()) {
       std::vector<std::int32_t> map(static_cast<std::size_t>(overlay.vocab));
       fill_slot_map(overlay.embedding.ids, map);
-      sent = send_ids(map, to + at.slot_map);
-      if (sent) sent = send_rows(overlay.embedding.rows, to + at.embed_rows, counts);
-      if (sent && at.head_rows != at.embed_ids) sent = send_ids(overlay.embedding.ids, to + at.embed_ids);
+      done = put_ids(map, at.slot_map);
+      if (done) done = put_rows(overlay.embedding.rows, at.embed_rows);
+      if (done && at.head_rows != at.embed_ids) done = put_ids(overlay.embedding.ids, at.embed_ids);
     }
-    if (sent && !overlay.head.empty()) {
-      sent = send_rows(overlay.head.rows, to + at.head_rows, counts);
-      if (sent) sent = send_ids(overlay.head.ids, to + at.head_ids);
+    if (done && !overlay.head.empty()) {
+      done = put_rows(overlay.head.rows, at.head_rows);
+      if (done) done = put_ids(overlay.head.ids, at.head_ids);
     }
-    if (!sent) return cuda::std::unexpected<Error>(sent.error());
+    if (!done) return cuda::std::unexpected<Error>(done.error());
     return counts;
   }
 
  private:
-  // Calls `fill(first, count)` for parts of `units` that fit staging, and sends each.
-  template <class Fill>
-  Result<void> send(std::size_t units, std::size_t unit_bytes, std::byte* to, Fill const& fill) {
+  // Calls `fill(first, count)` for parts of `units` that fit staging, and puts each.
+  template <class Ready, class Put, class Fill>
+  Result<void> put_parts(std::size_t units, std::size_t unit_bytes, std::size_t offset, Ready const& ready,
+                         Put const& put, Fill const& fill) const {
     std::size_t const most = staging.size() / unit_bytes;
     for (std::size_t first = 0; first < units; first += most) {
-      if (how.stop.stop_requested()) {
-        return fail(Errc::cancelled, "token rows: cancelled before they were packed");
-      }
-      if (auto ready = LoadLanes<B>::drain(backend, lane); !ready) return ready;
+      if (Result<void> free = ready(); !free) return free;
       std::size_t const count = std::min(most, units - first);
-      if (auto filled = fill(first, count); !filled) return filled;
-      auto sent = backend.copy(to + first * unit_bytes, staging.data(), count * unit_bytes, *lane.stream);
-      if (!sent) return sent;
+      if (Result<void> filled = fill(first, count); !filled) return filled;
+      Result<void> done = put(offset + first * unit_bytes, count * unit_bytes);
+      if (!done) return done;
     }
     return {};
   }
 
-  Result<void> send_ids(std::span<std::int32_t const> ids, std::byte* to) {
-    return send(ids.size(), sizeof(std::int32_t), to, [&](std::size_t first, std::size_t count) {
-      std::memcpy(staging.data(), ids.data() + first, count * sizeof(std::int32_t));
-      return Result<void>();
-    });
-  }
-
-  Result<void> send_rows(HostTensor const& rows, std::byte* to, ConversionCounts& counts) {
+  // Rows `[first, first + count)` to the head of staging.
+  Result<void> convert_rows(HostTensor const& rows, std::size_t first, std::size_t count,
+                            ConversionCounts& counts) const {
     auto const width = static_cast<std::size_t>(rows.shape[1]);
     std::size_t const row_bytes = width * element_bytes(rows.type);
-    auto const total = static_cast<std::size_t>(rows.shape[0]);
-    return send(total, width * sizeof(T), to, [&](std::size_t first, std::size_t count) -> Result<void> {
-      auto const begin = rows.bytes.begin() + static_cast<std::ptrdiff_t>(first * row_bytes);
-      HostTensor const part{
-          rows.name,
-          rows.type,
-          {},
-          std::vector<std::byte>(begin, begin + static_cast<std::ptrdiff_t>(count * row_bytes))};
-      auto const converted =
-          convert<T>(part, std::span<T>(reinterpret_cast<T*>(staging.data()), count * width), how.conversion);
-      if (!converted) return cuda::std::unexpected<Error>(converted.error());
-      add_counts(counts, *converted);
-      return {};
-    });
+    auto const begin = rows.bytes.begin() + static_cast<std::ptrdiff_t>(first * row_bytes);
+    HostTensor const part{
+        rows.name,
+        rows.type,
+        {},
+        std::vector<std::byte>(begin, begin + static_cast<std::ptrdiff_t>(count * row_bytes))};
+    std::span<T> const out(reinterpret_cast<T*>(staging.data()), count * width);
+    auto const converted = convert<T>(part, out, policy);
+    if (!converted) return cuda::std::unexpected<Error>(converted.error());
+    add_counts(counts, *converted);
+    return {};
   }
 };
 

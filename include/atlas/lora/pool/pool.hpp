@@ -20,15 +20,18 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/expert_layout.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/memory.hpp"
-#include "atlas/lora/pool/overlay_memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/pool_state.hpp"
+#include "atlas/lora/pool/reserve.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/expert_table.hpp"
 #include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
@@ -41,8 +44,10 @@ struct Staged {
   ConversionCounts counts;     ///< zero where the same content was there already
 };
 
-/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites, and the
-/// bytes that they speak of lie in one of `max_slots + spare` physical slots.
+/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites and routers,
+/// the indexes of all experts and the cell of the token overlay; the bytes that they speak of lie in one of
+/// `max_slots + spare` physical slots, those of routers and experts, and those of token rows, in memory that
+/// all adapters share (`PoolOptions::expert_bytes`, `PoolOptions::overlay_bytes`).
 ///
 /// An engine encloses each step in `begin_step(stream)` and `end_step(stream)`, takes a lease for each
 /// request before its rows name the slot, and releases it when no later step will. `load` may be called from
@@ -52,7 +57,8 @@ struct Staged {
 /// Every function may be called from any thread; one stream's steps come from one thread at a time, and no
 /// stream of the pool starts to be captured while `begin_step` runs for another one.
 ///
-/// When a call fails, what was there before is still there, whole.
+/// When a call fails, what was there before is still there, whole; except that a load whose experts or token
+/// rows need the memory of idle adapters evicts them before it packs, and may fail after that.
 template <Element T, Backend B, VictimPolicy V = LruIdle>
 class AdapterPool {
  public:
@@ -81,19 +87,23 @@ class AdapterPool {
   // --- the life of an adapter
 
   /// Packs `adapter` and stages it under `name`, in its own slot when nobody reads that, else in an empty or
-  /// idle one; an adapter that has to give way leaves now (for the room of token rows, before they are
-  /// packed). Two loads pack at one time and further ones wait; nothing else waits for them. The same content
-  /// under the same name is not loaded again. The host waits for its copies, on streams of the pool's own.
-  /// Errors: what `detail::check_adapter`, `detail::check_overlay` and `convert` say of the adapter; a name
-  /// that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full`, `spare_busy` and
-  /// `overlay_memory_busy`; `out_of_memory` when all pinned slots are taken; the backend's.
+  /// idle one; an adapter that has to give way leaves now (for the room of experts or token rows, before they
+  /// are packed). Two loads pack at one time and further ones wait; nothing else waits for them. The same
+  /// content under the same name is not loaded again. The host waits for its copies, on streams of the pool's
+  /// own. Errors: what `detail::check_adapter`, `detail::check_overlay` and `convert` say of the adapter; a
+  /// name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full`, `spare_busy`,
+  /// `expert_memory_busy` and `overlay_memory_busy`; `out_of_memory` when all pinned slots are taken, or when
+  /// its experts or token rows can never fit; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
-    auto staged = try_load(name, adapter, options);
-    if (staged) return staged;
-    std::lock_guard<std::mutex> const lock(ledger().mutex);
-    count_refusal(staged.error().code);
-    return staged;
+    return load_any(name, adapter, options);
+  }
+
+  /// The same of an adapter that is packed already, as `HostTier` keeps them: the device copies it, experts,
+  /// routers and token rows too, and nothing is converted. Who calls holds it until the call returns.
+  [[nodiscard]] Result<Staged> load(std::string_view name, PackedAdapter<T> const& adapter,
+                                    StageOptions const& options = {}) {
+    return load_any(name, adapter, options);
   }
 
   /// Takes `name` out of the pool; its memory is spare once nothing reads it. Errors: `not_found`;
@@ -141,8 +151,10 @@ class AdapterPool {
   }
 
   /// A lease on exactly this tenancy: what loads return and leases carry. Content that has lost its name can
-  /// be leased as long as others lease it. Errors: `stale`; `slot_busy` while it is staged.
+  /// be leased as long as others lease it. Takes no lock where there is a lease to be had. Errors: `stale`;
+  /// `slot_busy` while it is staged, or while nobody leases it and other content for its slot is.
   [[nodiscard]] Result<Lease> acquire(SlotKey key) {
+    if (auto lease = ledger().try_acquire(key)) return *std::move(lease);
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     return tally(ledger().acquire(key));
   }
@@ -184,12 +196,43 @@ class AdapterPool {
   /// The table of token overlays, of the whole pool's life like the others. Error: `not_found` when the pool
   /// was made without overlays.
   [[nodiscard]] Result<OverlayTable<T>> overlay() const {
-    if (options().overlay_bytes == 0)
-      return fail(Errc::not_found, "the pool was made without token overlays");
+    if (!state_->serves_overlays()) return fail(Errc::not_found, "the pool was made without token overlays");
     return state_->overlay_table();
   }
 
-  /// The key that `name` finds. Error: `not_found` when it is not published.
+  /// The table of one linear of the experts of `layer`, for the pool's life. In a pool without memory for
+  /// experts it adapts nothing. Error: `not_found` when the layer has no experts.
+  [[nodiscard]] Result<ExpertTable<T>> expert(std::int32_t layer, ExpertLinear linear) const {
+    MoeShape const& moe = shape().moe();
+    auto const index = moe.find(layer);
+    if (!index) return no_experts(layer);
+    Module const widths = moe.linear(*index, linear);
+    return ExpertTable<T>{state_->expert_index(*index),
+                          static_cast<std::int64_t>(state_->memory.record_bytes),
+                          max_slots(),
+                          moe.num_experts,
+                          static_cast<std::int32_t>(expert_linears),
+                          static_cast<std::int32_t>(linear),
+                          layout().max_rank(),
+                          widths.k_in,
+                          widths.n_out};
+  }
+  /// The table of the router of `layer`, likewise: a linear from the hidden state to the experts' logits, to
+  /// be added before the top-k.
+  [[nodiscard]] Result<RouteTable<T>> router(std::int32_t layer) const {
+    MoeShape const& moe = shape().moe();
+    auto const index = moe.find(layer);
+    if (!index) return no_experts(layer);
+    return RouteTable<T>{state_->router(*index),
+                         static_cast<std::int64_t>(state_->memory.record_bytes),
+                         max_slots(),
+                         layout().max_rank(),
+                         moe.hidden,
+                         moe.num_experts};
+  }
+
+  /// The key that `name` finds. Error: `not_found` when it is not published. While other content for its slot
+  /// is staged, acquiring it is `slot_busy`.
   [[nodiscard]] Result<SlotKey> find(std::string_view name) const {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     SlotKey const key = key_of(name);
@@ -228,10 +271,15 @@ class AdapterPool {
     return state_->snapshot();
   }
 
+  /// The model that it serves; what `load` takes must have been audited against it.
   [[nodiscard]] ModelShape const& shape() const noexcept { return state_->shape; }
+  /// Where each site lies in a physical slot; its `max_rank` is the options' rounded up to a multiple of 8.
   [[nodiscard]] SlotLayout const& layout() const noexcept { return state_->memory.layout; }
+  /// What it was created with.
   [[nodiscard]] PoolOptions const& options() const noexcept { return state_->options; }
+  /// Slots that rows can name; a row slot of this or more is base.
   [[nodiscard]] std::int32_t max_slots() const noexcept { return state_->options.max_slots; }
+  /// The device that it is on.
   [[nodiscard]] B& backend() noexcept { return state_->backend; }
 
  private:
@@ -248,6 +296,10 @@ class AdapterPool {
   }
   static cuda::std::unexpected<Error> not_found(std::string_view name) {
     return fail(Errc::not_found, detail::SlotLedger::quoted(name) + ": not in the pool");
+  }
+
+  static cuda::std::unexpected<Error> no_experts(std::int32_t layer) {
+    return fail(Errc::not_found, "layer " + std::to_string(layer) + " of the model has no experts");
   }
 
   SlotKey key_of(std::string_view name) const {
@@ -280,21 +332,32 @@ class AdapterPool {
     return outcome;
   }
 
-  Result<Staged> try_load(std::string_view name, Adapter const& adapter, StageOptions const& options) {
+  template <class A>
+  Result<Staged> load_any(std::string_view name, A const& adapter, StageOptions const& options) {
+    auto staged = try_load(name, adapter, options);
+    if (staged) return staged;
+    std::lock_guard<std::mutex> const lock(ledger().mutex);
+    count_refusal(staged.error().code);
+    return staged;
+  }
+
+  template <class A>
+  Result<Staged> try_load(std::string_view name, A const& adapter, StageOptions const& options) {
     if (!valid_name(name)) {
       return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
                                               " bytes without control bytes needed");
     }
-    if (auto const checked = state_->check(name, adapter, options); !checked) return forward_error(checked);
-    std::size_t const overlay_bytes = state_->overlay_bytes(adapter);
+    auto const checked = detail::checked_outline<T>(name, adapter, shape(), state_->room(), options.packing);
+    if (!checked) return forward_error(checked);
+    PackedOutline const& outline = *checked;
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
     if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
     std::int32_t place = 0;
-    std::size_t overlay_offset = 0;
+    detail::LoadRoom room;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
-      if (auto const present = hit(name, adapter, options)) return *present;
+      if (auto const present = hit(name, outline.digest, options.pinned)) return *present;
       auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
       if (!slot) return forward_error(slot);
       auto const spare = ledger().take_place();
@@ -302,18 +365,21 @@ class AdapterPool {
         return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
       }
       place = *spare;
-      if (auto const room = state_->make_room(name, place, overlay_bytes); !room) return forward_error(room);
-      overlay_offset = state_->overlays.offset(place);
+      if (auto const reserved = reserve(name, place, outline); !reserved) {
+        ledger().give_back_place(place);
+        return forward_error(reserved);
+      }
+      room = {place, ledger().expert_blocks(place), ledger().overlays.offset(place)};
       ++ledger().loading;
     }
-    auto const counts = state_->pack(**lane, place, overlay_offset, adapter, options);
+    auto const counts = state_->pack(**lane, room, adapter, outline, options);
     bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     --ledger().loading;
     // Another load may have brought the same meanwhile.
-    auto const present = counts ? hit(name, adapter, options) : std::nullopt;
+    auto const present = counts ? hit(name, outline.digest, options.pinned) : std::nullopt;
     auto staged = present  ? Result<Staged>(*present)
-                  : counts ? stage(name, adapter, options, place)
+                  : counts ? stage(name, outline, options.pinned, place)
                            : Result<Staged>(forward_error(counts));
     if (!is_quiet) (**lane).unsettled = place;
     if (is_quiet && (present || !staged)) ledger().give_back_place(place);
@@ -322,9 +388,8 @@ class AdapterPool {
   }
 
   // What a load of content that is there already returns.
-  std::optional<Staged> hit(std::string_view name, Adapter const& adapter,
-                            StageOptions const& options) const {
-    auto const present = ledger().present(name, detail::applied_digest(adapter, options), options.pinned);
+  std::optional<Staged> hit(std::string_view name, Digest const& digest, bool pinned) const {
+    auto const present = ledger().present(name, digest, pinned);
     if (!present) return std::nullopt;
     ++ledger().counters.hits;
     return Staged{present->first, present->second, {}};
@@ -334,19 +399,20 @@ class AdapterPool {
     if (auto outcome = refuse_capture(stream); !outcome) return outcome;
     auto const index = state_->steps.find_or_add(backend(), ledger(), stream);
     if (!index) return forward_error(index);
-    if (ledger().steps[*index].open()) {
+    if (ledger().streams[*index].open != 0) {
       return fail(Errc::invalid_argument, "begin_step: a step is open on the stream");
     }
     if (auto outcome = state_->steps.poll(backend(), ledger()); !outcome) return outcome;
     if (auto outcome = state_->steps.follow(backend(), *index); !outcome) return outcome;
-    if (auto outcome = state_->publish(*index, stream); !outcome) return outcome;
-    ++ledger().steps[*index].begun;
+    std::uint64_t const number = ledger().number_step();
+    if (auto outcome = state_->publish(*index, number, stream); !outcome) return outcome;
+    ledger().open_step(*index, number);
     return {};
   }
 
   Result<void> close_step(Stream stream) {
     auto const index = state_->steps.find(stream);
-    if (!index || !ledger().steps[*index].open()) {
+    if (!index || ledger().streams[*index].open == 0) {
       return fail(Errc::invalid_argument, "end_step: no step is open on the stream");
     }
     if (auto outcome = refuse_capture(stream); !outcome) return outcome;
@@ -362,6 +428,14 @@ class AdapterPool {
     return {};
   }
 
+  // Memory for the experts and token rows of what is loaded into `place`.
+  Result<void> reserve(std::string_view name, std::int32_t place, PackedOutline const& outline) {
+    auto const sizes = detail::expert_block_sizes(outline, shape(), sizeof(T));
+    auto reserved = detail::reserve_experts(ledger(), name, place, sizes, victim_);
+    if (!reserved) return reserved;
+    return detail::reserve_overlay(ledger(), name, place, outline.overlay.bytes, victim_);
+  }
+
   // The slot for `name`, as things stand now.
   Result<std::int32_t> choose(std::string_view name, bool pinned) {
     if (auto const polled = state_->steps.poll(state_->backend, ledger()); !polled) {
@@ -370,26 +444,20 @@ class AdapterPool {
     return ledger().choose(name, pinned, victim_);
   }
 
-  static std::int32_t largest_rank(Adapter const& adapter) noexcept {
-    std::int32_t rank = 0;
-    for (AdapterPair const& pair : adapter.pairs) rank = std::max(rank, pair.rank);
-    return rank;
-  }
-
   // Stages what is packed in `place`; on failure nothing has changed.
-  Result<Staged> stage(std::string_view name, Adapter const& adapter, StageOptions const& options,
-                       std::int32_t place) {
-    auto const slot = choose(name, options.pinned);
+  Result<Staged> stage(std::string_view name, PackedOutline const& outline, bool pinned, std::int32_t place) {
+    auto slot = choose(name, pinned);
     if (!slot) return forward_error(slot);
-    Digest const digest = detail::applied_digest(adapter, options);
-    auto const id = ledger().names.identify(name, digest);
+    auto const id = ledger().names.identify(name, outline.digest);
     if (!id) return forward_error(id);
-    state_->write_image(*slot, place, adapter);
-    SlotKey const key = ledger().stage(
-        *slot,
-        detail::Tenant{std::string(name), *id, 0, digest, place,
-                       detail::packed_bytes(adapter, shape(), sizeof(T)) + state_->overlay_bytes(adapter),
-                       largest_rank(adapter), ledger().names.generation(name)});
+    while (!ledger().claim(ledger().at(*slot))) {  // somebody has leased it meanwhile
+      slot = choose(name, pinned);
+      if (!slot) return forward_error(slot);
+    }
+    state_->write_image(*slot, place, outline);
+    SlotKey const key =
+        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, outline.digest, place, outline.bytes,
+                                             outline.max_rank, ledger().names.generation(name)});
     return Staged{key, *id, {}};
   }
 

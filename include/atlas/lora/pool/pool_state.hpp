@@ -4,15 +4,17 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <stop_token>
 #include <string>
-#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/adapter/convert.hpp"
@@ -20,21 +22,36 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/backend.hpp"
+#include "atlas/lora/pool/expert_arena.hpp"
+#include "atlas/lora/pool/expert_pack.hpp"
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/pool/memory.hpp"
+#include "atlas/lora/pool/outline.hpp"
+#include "atlas/lora/pool/overlay_layout.hpp"
 #include "atlas/lora/pool/overlay_memory.hpp"
 #include "atlas/lora/pool/overlay_pack.hpp"
 #include "atlas/lora/pool/pack.hpp"
+#include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/steps.hpp"
 #include "atlas/lora/status.hpp"
+#include "atlas/lora/tables/expert_table.hpp"
+#include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
 namespace detail {
 
-/// The memory, streams and book-keeping of one pool. The ledger is shared with leases, which may outlive it.
+/// Where a load writes.
+struct LoadRoom {
+  std::int32_t place = 0;           ///< physical slot
+  std::vector<std::size_t> blocks;  ///< of the memory for experts
+  std::size_t overlay_offset = 0;   ///< bytes into the memory for token rows
+};
+
+/// The memory, streams and book-keeping of one pool. The ledger stays until leases have gone,
+/// which may outlive the pool.
 template <Element T, Backend B>
 class PoolState {
  public:
@@ -46,9 +63,19 @@ class PoolState {
         options(pool_options),
         memory(std::move(pool_memory)),
         backend(std::move(pool_backend)),
-        ledger(std::make_shared<SlotLedger>(options.max_slots, options.pinned,
-                                            options.max_slots + options.spare)),
-        overlays(options.overlay_bytes, static_cast<std::size_t>(options.max_slots + options.spare)) {}
+        ledger(SlotLedger::create(options.max_slots, options.pinned, options.max_slots + options.spare)) {
+    if (serves_experts()) ledger->experts = ExpertArena(options.expert_bytes, memory.largest_expert_block);
+    ledger->overlays =
+        OverlayMemory(options.overlay_bytes, static_cast<std::size_t>(options.max_slots + options.spare));
+  }
+
+  /// Whether experts and routers are served, and token overlays.
+  [[nodiscard]] bool serves_experts() const noexcept { return options.expert_bytes > 0; }
+  [[nodiscard]] bool serves_overlays() const noexcept { return options.overlay_bytes > 0; }
+  /// What adapters may be.
+  [[nodiscard]] PoolRoom room() const noexcept {
+    return {memory.layout.max_rank(), options.biases, serves_experts(), options.overlay_bytes};
+  }
 
   PoolState(PoolState const&) = delete;
   PoolState& operator=(PoolState const&) = delete;
@@ -76,14 +103,26 @@ class PoolState {
 
   /// The cells of `slot` in device memory, `[sites]`.
   [[nodiscard]] RouteCell<T>* record(std::size_t slot) const noexcept {
-    return reinterpret_cast<RouteCell<T>*>(device_ + memory.records_offset + slot * memory.record_bytes);
+    return reinterpret_cast<RouteCell<T>*>(record_bytes_at(slot));
+  }
+
+  /// Slot 0's cell of the router of the `layer`-th layer with experts, and its index of that layer; null in a
+  /// pool that does not serve experts.
+  [[nodiscard]] RouteCell<T>* router(std::size_t layer) const noexcept {
+    if (!serves_experts()) return nullptr;
+    return reinterpret_cast<RouteCell<T>*>(record_bytes_at(0) + memory.routers_in_record) + layer;
+  }
+  [[nodiscard]] ExpertIndex<T>* expert_index(std::size_t layer) const noexcept {
+    if (!serves_experts()) return nullptr;
+    return reinterpret_cast<ExpertIndex<T>*>(record_bytes_at(0) + memory.indexes_in_record +
+                                             layer * memory.expert_index_stride);
   }
 
   /// The table of the slots' overlay cells, in a pool with token overlays.
   [[nodiscard]] OverlayTable<T> overlay_table() const noexcept {
     std::size_t const row = static_cast<std::size_t>(shape.hidden()) * sizeof(T);
     auto const rows = std::min(static_cast<std::size_t>(shape.vocab()), options.overlay_bytes / row);
-    return OverlayTable<T>{overlay_cell_of(device_ + memory.records_offset),
+    return OverlayTable<T>{overlay_cell_of(record_bytes_at(0)),
                            static_cast<std::int64_t>(memory.record_bytes),
                            options.max_slots,
                            static_cast<std::int32_t>(rows),
@@ -91,80 +130,60 @@ class PoolState {
                            shape.hidden()};
   }
 
-  /// Whether the pool can hold an adapter: what `check_adapter` and `check_overlay` say, all at once.
-  [[nodiscard]] Result<void> check(std::string_view name, Adapter const& adapter,
-                                   StageOptions const& how) const {
-    auto const pairs =
-        check_adapter(name, adapter, shape, memory.layout.max_rank(), options.biases, how.leave_out_unserved);
-    auto const rows =
-        check_overlay(name, adapter, shape, options.overlay_bytes, sizeof(T), how.leave_out_unserved);
-    if (pairs || rows) return pairs ? rows : pairs;
-    return fail(pairs.error().code, pairs.error().message + '\n' + rows.error().message);
-  }
-
-  /// Gives `place`, which was taken for `name`, room for its token rows, after evicting adapters that nobody
-  /// reads until they fit, but not what the name has now: that stays should the load fail. Errors: retryable
-  /// `overlay_memory_busy`, and the place is spare again. The ledger's mutex is held.
-  [[nodiscard]] Result<void> make_room(std::string_view name, std::int32_t place, std::size_t bytes) {
-    auto const is_spare = [&](std::int32_t other) { return ledger->is_spare(other); };
-    for (;;) {
-      if (overlays.take(place, bytes, is_spare)) return {};
-      std::vector<bool> idle(static_cast<std::size_t>(options.max_slots + options.spare));
-      std::int32_t oldest = base_slot;
-      for (std::int32_t i = options.pinned; ledger->contains(i); ++i) {
-        Slot const& slot = ledger->at(i);
-        if (slot.staged || !ledger->view(i).idle || slot.tenant->name == name) continue;
-        idle[static_cast<std::size_t>(slot.tenant->place)] = true;
-        if (oldest == base_slot || slot.last_use < ledger->at(oldest).last_use) oldest = i;
-      }
-      bool const helps = overlays.fits(bytes, [&](std::int32_t other) {
-        return is_spare(other) || idle[static_cast<std::size_t>(other)];
-      });
-      if (!helps) {
-        ledger->give_back_place(place);
-        return fail(Errc::overlay_memory_busy, SlotLedger::quoted(name) + ": token rows of " +
-                                                   std::to_string(bytes) +
-                                                   " bytes do not fit beside those in use");
-      }
-      ledger->evict(oldest);
-    }
-  }
-
-  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes; and its
-  /// token rows, `overlay_offset` bytes into their region. Returns
-  /// when the device has them. On failure the place's content is arbitrary, and copies may still go there.
-  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
-                                              std::size_t overlay_offset, Adapter const& adapter,
-                                              StageOptions const& how) {
+  /// Writes the whole of a physical slot, which nothing reads: the adapter's pairs, and zeroes; and its
+  /// blocks of the memory for experts and for token rows. Returns when the device has them. On failure the
+  /// content of all is arbitrary, and copies may still go there.
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, LoadRoom const& room, Adapter const& adapter,
+                                              PackedOutline const& outline, StageOptions const& how) {
     ConversionCounts counts;
-    if (auto const zeroed = zero(lane, place); !zeroed) return cuda::std::unexpected<Error>(zeroed.error());
-    for (AdapterPair const& pair : adapter.pairs) {
-      if (how.stop.stop_requested()) {
-        return fail(Errc::cancelled, "layer " + std::to_string(pair.site.layer) + " '" +
-                                         shape.module(pair.site).name + "': cancelled before it was packed");
-      }
-      if (pair.rank == 0) continue;
-      if (auto const ready = drain(lane); !ready) return cuda::std::unexpected<Error>(ready.error());
-      std::span<T> const staging(reinterpret_cast<T*>(staging_of(lane).data()),
-                                 memory.layout.largest_site_bytes() / sizeof(T));
-      auto const packed = pack_pair<T>(pair, shape.module(pair.site), staging, how.conversion);
-      if (!packed) return packed;
-      add_counts(counts, *packed);
-      if (auto const sent = send(lane, place, pair, staging.data()); !sent) {
-        return cuda::std::unexpected<Error>(sent.error());
-      }
-    }
-    if (options.overlay_bytes == 0) return drained(lane, counts);
-    auto const rows = OverlayPacker<T, B>{backend, lane, staging_of(lane), how}.pack(
-        adapter.overlay, device_ + memory.overlays_offset + overlay_offset);
+    auto const from = reinterpret_cast<std::byte const*>(staging(lane).data());
+    auto const written = write_place(
+        lane, room.place, room.blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
+          if (auto ready = drain(lane); !ready) return ready;
+          auto const converted = pack_pair<T>(source_of(adapter, pair), linear_of(pair, shape), staging(lane),
+                                              how.packing.conversion);
+          if (!converted) return Result<void>(cuda::std::unexpected<Error>(converted.error()));
+          add_counts(counts, *converted);
+          return send([&](std::size_t offset, std::size_t bytes, auto const& body) {
+            return body(from + offset, bytes);
+          });
+        });
+    if (!written) return cuda::std::unexpected<Error>(written.error());
+    if (outline.overlay.bytes == 0) return counts;
+    auto const bytes = std::as_writable_bytes(staging(lane));
+    std::byte* const to = overlay_at(room.overlay_offset);
+    auto const rows = OverlayPacker<T>{bytes, how.packing.conversion}.pack(
+        adapter.overlay, [&] { return how.stop.stop_requested() ? rows_cancelled() : drain(lane); },
+        [&](std::size_t offset, std::size_t count) {
+          return backend.copy(to + offset, bytes.data(), count, *lane.stream);
+        });
     if (!rows) return rows;
     add_counts(counts, *rows);
-    return drained(lane, counts);
+    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
+    return counts;
   }
 
-  /// Bytes of an adapter's token rows in the pool.
-  [[nodiscard]] std::size_t overlay_bytes(Adapter const& adapter) const noexcept {
-    return options.overlay_bytes == 0 ? 0 : overlay_layout(adapter.overlay, sizeof(T)).bytes;
+  /// The same from an adapter that is packed already: copies by the device alone.
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, LoadRoom const& room,
+                                              PackedAdapter<T> const& adapter, PackedOutline const& outline,
+                                              StageOptions const& how) {
+    auto const written = write_place(
+        lane, room.place, room.blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
+          return send([&](std::size_t offset, std::size_t bytes, auto const& body) {
+            return adapter.blocks().for_each_piece(pair.offset + offset, bytes, body);
+          });
+        });
+    if (!written) return cuda::std::unexpected<Error>(written.error());
+    if (outline.overlay.bytes == 0) return adapter.counts();
+    if (how.stop.stop_requested()) return cuda::std::unexpected<Error>(rows_cancelled().error());
+    std::byte* to = overlay_at(room.overlay_offset);
+    auto const copied = adapter.blocks().for_each_piece(
+        outline.overlay.offset, outline.overlay.bytes, [&](std::byte const* from, std::size_t piece) {
+          return backend.copy(std::exchange(to, to + piece), from, piece, *lane.stream);
+        });
+    auto const sent = copied ? drain(lane) : copied;
+    if (!sent) return cuda::std::unexpected<Error>(sent.error());
+    return adapter.counts();
   }
 
   /// Waits until the device has done all that loads have enqueued on the lane.
@@ -180,37 +199,35 @@ class PoolState {
     return {};
   }
 
-  /// Writes the image of `slot`'s record: a cell for every site, null where the adapter has no pair. Nothing
-  /// may be reading the image. The ledger's mutex is held.
-  void write_image(std::int32_t slot, std::int32_t place, Adapter const& adapter) noexcept {
-    std::span<RouteCell<T>> const cells(image(static_cast<std::size_t>(slot)), memory.layout.sites());
-    std::fill(cells.begin(), cells.end(), RouteCell<T>{});
-    for (AdapterPair const& pair : adapter.pairs) {
-      if (pair.rank == 0) continue;
-      std::size_t const site = *shape.find(pair.site);
-      cells[site] = RouteCell<T>{a_at(place, site),
-                                 b_at(place, site),
-                                 pair.bias ? bias_at(place, site) : nullptr,
-                                 pair.scale,
-                                 pair.rank,
-                                 padded_rank(pair.rank),
-                                 0};
+  /// Writes the image of `slot`'s record: a cell for every site and router, null where the adapter has no
+  /// pair, the indexes of its experts and its overlay's cell. Nothing may be reading the image. The ledger's
+  /// mutex is held.
+  void write_image(std::int32_t slot, std::int32_t place, PackedOutline const& outline) {
+    std::byte* const whole = pinned_ + static_cast<std::size_t>(slot) * memory.record_bytes;
+    std::fill_n(whole, memory.record_bytes, std::byte{0});
+    auto* const cells = image(static_cast<std::size_t>(slot));
+    for (PackedPair const& pair : outline.pairs) cells[*shape.find(pair.site)] = cell(place, pair);
+    if (outline.overlay.bytes > 0) {
+      *overlay_cell_of(whole) =
+          overlay_cell_at<T>(outline.overlay, overlay_at(ledger->overlays.offset(place)));
     }
-    if (options.overlay_bytes == 0) return;
-    *overlay_cell_of(reinterpret_cast<std::byte*>(image(static_cast<std::size_t>(slot)))) =
-        overlay_cell_at<T>(adapter.overlay, device_ + memory.overlays_offset + overlays.offset(place));
+    std::vector<std::size_t> const& blocks = ledger->expert_blocks(place);
+    if (blocks.empty()) return;
+    PlacedExperts<T>(outline, shape, device_ + memory.experts_offset, blocks)
+        .write_image(reinterpret_cast<RouteCell<T>*>(whole + memory.routers_in_record),
+                     whole + memory.indexes_in_record, memory.expert_index_stride);
   }
 
   /// Publishes everything staged, and blanks the records of slots whose tenant has gone, on stream `index`,
-  /// as part of the step that it is about to open. On failure nothing is published: what is staged stays
+  /// as part of step `number` that it is about to open. On failure nothing is published: what is staged stays
   /// staged, and cannot be leased. The ledger's mutex is held.
-  [[nodiscard]] Result<void> publish(std::size_t index, Stream stream) {
+  [[nodiscard]] Result<void> publish(std::size_t index, std::uint64_t number, Stream stream) {
     bool any = false;
     for (std::size_t i = 0; i < ledger->slots.size(); ++i) {
       Slot& slot = ledger->slots[i];
       if (!slot.staged && !slot.blank_due) continue;
       any = true;
-      ledger->overwrite(slot, index);
+      ledger->overwrite(slot, index, number);
       auto const enqueued = slot.staged ? backend.copy(record(i), image(i), memory.record_bytes, stream)
                                         : backend.fill(record(i), std::byte{0}, memory.record_bytes, stream);
       if (!enqueued) return enqueued;
@@ -231,6 +248,7 @@ class PoolState {
     all.loading = ledger->loading;
     all.spare = static_cast<std::int32_t>(ledger->free_places());
     all.counters = ledger->counters;
+    all.counters.leases = ledger->leases_taken();
     all.slots.reserve(ledger->slots.size());
     for (std::int32_t i = 0; ledger->contains(i); ++i) {
       Slot const& slot = ledger->at(i);
@@ -262,24 +280,29 @@ class PoolState {
   PoolMemory const memory;
   B backend;
   StreamSteps<B> steps;
-  std::shared_ptr<SlotLedger> const ledger;
-  OverlayMemory overlays;  ///< under the ledger's mutex
+  SlotLedger::Owner const ledger;
   LoadLanes<B> lanes;
 
  private:
-  // What a finished load counted, when the device has its bytes.
-  [[nodiscard]] Result<ConversionCounts> drained(Lane const& lane, ConversionCounts const& counts) {
-    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
-    return counts;
+  [[nodiscard]] std::byte* record_bytes_at(std::size_t slot) const noexcept {
+    return device_ + memory.records_offset + slot * memory.record_bytes;
   }
+  [[nodiscard]] std::span<T> staging(Lane const& lane) const noexcept {
+    return {reinterpret_cast<T*>(pinned_ + memory.staging_offset + lane.index * memory.staging_stride),
+            memory.staging_stride / sizeof(T)};
+  }
+
   [[nodiscard]] RouteCell<T>* image(std::size_t slot) const noexcept {
     return reinterpret_cast<RouteCell<T>*>(pinned_ + slot * memory.record_bytes);
   }
   [[nodiscard]] OverlayCell<T>* overlay_cell_of(std::byte* record) const noexcept {
     return reinterpret_cast<OverlayCell<T>*>(record + memory.overlay_cell_offset);
   }
-  [[nodiscard]] std::span<std::byte> staging_of(Lane const& lane) const noexcept {
-    return {pinned_ + memory.staging_offset + lane.index * memory.staging_stride, memory.staging_stride};
+  [[nodiscard]] std::byte* overlay_at(std::size_t offset) const noexcept {
+    return device_ + memory.overlays_offset + offset;
+  }
+  static Result<void> rows_cancelled() {
+    return fail(Errc::cancelled, "token rows: cancelled before they were packed");
   }
   [[nodiscard]] std::byte* place_at(std::int32_t place) const noexcept {
     return device_ + static_cast<std::size_t>(place) * memory.layout.slot_bytes();
@@ -303,15 +326,77 @@ class PoolState {
     return backend.fill(biases_at(place), std::byte{0}, memory.bias_stride, *lane.stream);
   }
 
-  Result<void> send(Lane const& lane, std::int32_t place, AdapterPair const& pair, T const* staging) {
+  // Where A, B and bias of a pair lie in a place.
+  [[nodiscard]] RouteCell<T> cell(std::int32_t place, PackedPair const& pair) const noexcept {
     std::size_t const site = *shape.find(pair.site);
-    PackedExtent const extent = packed_extent(pair, shape.module(pair.site));
-    auto sent = backend.copy(a_at(place, site), staging, extent.a * sizeof(T), *lane.stream);
-    if (!sent) return sent;
-    sent = backend.copy(b_at(place, site), staging + extent.a, extent.b * sizeof(T), *lane.stream);
-    if (!sent || extent.bias == 0) return sent;
-    return backend.copy(bias_at(place, site), staging + extent.a + extent.b, extent.bias * sizeof(T),
-                        *lane.stream);
+    return {a_at(place, site),
+            b_at(place, site),
+            pair.extent.bias > 0 ? bias_at(place, site) : nullptr,
+            pair.scale,
+            pair.rank,
+            padded_rank(pair.rank),
+            0};
+  }
+
+  // Fills a place and its blocks, and waits for the device. `put(pair, send)` calls `send(source)` with what
+  // shows a pair's bytes piece by piece: `source(offset, bytes, body)`.
+  template <class Put>
+  Result<void> write_place(Lane const& lane, std::int32_t place, std::span<std::size_t const> blocks,
+                           PackedOutline const& outline, std::stop_token const& stop, Put const& put) {
+    if (auto zeroed = zero(lane, place); !zeroed) return zeroed;
+    PlacedExperts<T> const placed(outline, shape, device_ + memory.experts_offset, blocks);
+    auto const put_one = [&](auto const& pair) -> Result<void> {
+      if (stop.stop_requested()) {
+        return fail(Errc::cancelled, place_of(pair, shape) + "cancelled before it was packed");
+      }
+      return put(pair, [&](auto const& source) { return send_pair(lane, place, placed, pair, source); });
+    };
+    if (auto put_all = for_each_pair(outline, put_one); !put_all) return put_all;
+    auto sent = placed.send_cells(
+        reinterpret_cast<std::byte*>(staging(lane).data()), [&] { return drain(lane); },
+        [&](void* to, void const* from, std::size_t bytes) {
+          return backend.copy(to, from, bytes, *lane.stream);
+        });
+    return sent ? drain(lane) : sent;
+  }
+
+  // Enqueues what makes a pair's part of a place or of its block the pair's.
+  template <class Source>
+  Result<void> send_pair(Lane const& lane, std::int32_t place, PlacedExperts<T> const&,
+                         PackedPair const& pair, Source const& source) {
+    return send(lane, cell(place, pair), pair.extent, source);  // the place is zero
+  }
+  template <class Packed, class Source>
+  Result<void> send_pair(Lane const& lane, std::int32_t, PlacedExperts<T> const& placed, Packed const& pair,
+                         Source const& source) {
+    RouteCell<T> const target = placed.cell(pair);
+    auto sent = send(lane, target, pair.extent, source);
+    std::size_t const tail = placed.tail_bytes(pair);
+    if (!sent || tail == 0) return sent;
+    return backend.fill(const_cast<T*>(target.a) + pair.extent.a, std::byte{0}, tail, *lane.stream);
+  }
+
+  // Enqueues the copies of a pair to where its cell says; parts that are neighbours there go together, as
+  // they are neighbours in the source.
+  template <class Source>
+  Result<void> send(Lane const& lane, RouteCell<T> const& cell, PackedExtent const& extent,
+                    Source const& source) {
+    std::array<std::pair<T const*, std::size_t>, 3> const parts{
+        {{cell.a, extent.a}, {cell.b, extent.b}, {cell.bias, extent.bias}}};
+    std::size_t offset = 0;
+    for (std::size_t i = 0; i < parts.size();) {
+      auto [to, elements] = parts[i++];
+      if (elements == 0) continue;
+      while (i < parts.size() && parts[i].first == to + elements) elements += parts[i++].second;
+      auto* target = reinterpret_cast<std::byte*>(const_cast<T*>(to));
+      std::size_t const bytes = elements * sizeof(T);
+      auto sent = source(offset, bytes, [&](std::byte const* from, std::size_t piece) {
+        return backend.copy(std::exchange(target, target + piece), from, piece, *lane.stream);
+      });
+      if (!sent) return sent;
+      offset += bytes;
+    }
+    return {};
   }
 
   std::byte* device_ = nullptr;

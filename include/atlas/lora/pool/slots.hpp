@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -17,7 +18,12 @@
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/pool/expert_arena.hpp"
 #include "atlas/lora/pool/identity.hpp"
+#include "atlas/lora/pool/lease.hpp"
+#include "atlas/lora/pool/lease_gate.hpp"
+#include "atlas/lora/pool/overlay_memory.hpp"
+#include "atlas/lora/pool/slot.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
@@ -25,113 +31,30 @@
 
 namespace atlas::lora::inline v0 {
 
-/// One tenancy of one slot. `tenancy` is never used twice in a pool, so a key whose tenant has gone finds
-/// nobody else. A default key is base.
-struct SlotKey {
-  std::int32_t slot = base_slot;
-  std::uint64_t tenancy = 0;
-
-  friend constexpr bool operator==(SlotKey const&, SlotKey const&) = default;
-};
-
-namespace detail {
-class SlotLedger;
-}
-
-/// The right to use one slot's adapter, given back when it is destroyed. While it lives, the slot keeps its
-/// content. Move-only; safe to release from any thread, during capture, and after the pool has gone. A
-/// default-constructed lease is base: slot `base_slot`, id `base_id`.
-class Lease {
- public:
-  Lease() noexcept = default;
-  Lease(Lease&& other) noexcept
-      : ledger_(std::move(other.ledger_)),
-        key_(std::exchange(other.key_, {})),
-        id_(std::exchange(other.id_, base_id)) {}
-  Lease& operator=(Lease&& other) noexcept {
-    Lease taken(std::move(other));
-    std::swap(ledger_, taken.ledger_);
-    std::swap(key_, taken.key_);
-    std::swap(id_, taken.id_);
-    return *this;
-  }
-  ~Lease() { release(); }
-
-  /// The row slot to route to.
-  [[nodiscard]] std::int32_t slot() const noexcept { return key_.slot; }
-  /// What more leases on the same tenancy are acquired by.
-  [[nodiscard]] SlotKey key() const noexcept { return key_; }
-  /// The adapter's id: what a prefix cache is keyed by.
-  [[nodiscard]] std::uint64_t id() const noexcept { return id_; }
-  /// Whether it holds a slot.
-  [[nodiscard]] explicit operator bool() const noexcept { return ledger_ != nullptr; }
-
-  /// Gives the slot back now; the lease is base afterwards. Work in steps that are open now, or ended and not
-  /// done, may still read the slot; the pool waits for it.
-  void release() noexcept;
-
- private:
-  friend class detail::SlotLedger;
-  Lease(std::shared_ptr<detail::SlotLedger> ledger, SlotKey key, std::uint64_t id) noexcept
-      : ledger_(std::move(ledger)), key_(key), id_(id) {}
-
-  std::shared_ptr<detail::SlotLedger> ledger_;
-  SlotKey key_;
-  std::uint64_t id_ = base_id;
-};
-
 namespace detail {
 
-/// An adapter in a pool. `place` is the physical slot that holds its bytes.
-struct Tenant {
-  std::string name;
-  std::uint64_t id = base_id;
-  std::uint64_t tenancy = 0;
-  Digest digest;
-  std::int32_t place = 0;
-  std::size_t bytes = 0;
-  std::int32_t rank = 0;
-  std::uint64_t generation = 0;
-};
-
-/// For each stream, by index, the number of its last step that may read something; 0 or absent means none.
-using Stamps = std::vector<std::uint64_t>;
-
-struct Slot {
-  std::optional<Tenant> tenant;  ///< whom the slot's record in the tables speaks of
-  std::optional<Tenant> staged;  ///< whom the next publication puts there
-  bool named = false;            ///< whether `tenant` is the one that its name finds
-  bool blank_due = false;        ///< the record still speaks of a tenant that has gone
-  std::int64_t leases = 0;
-  std::uint64_t last_use = 0;
-  std::uint64_t uses = 0;
-  Stamps stamps;
-};
-
-/// Steps of one stream, counted from 1. The work of all up to `passed` is done.
-struct StepCounts {
-  std::uint64_t begun = 0;
-  std::uint64_t ended = 0;
-  std::uint64_t passed = 0;
-
-  [[nodiscard]] bool open() const noexcept { return begun > ended; }
-};
-
-/// Slots, names, leases, stamps and physical places. Every function expects `mutex` to be held by the caller,
+/// Slots, names, leases, steps and physical places. Every function expects `mutex` to be held by the caller,
 /// unless it says otherwise; none waits, and none calls a device.
-class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
+class SlotLedger {
  public:
-  SlotLedger(std::int32_t max_slots, std::int32_t pinned, std::int32_t places)
-      : slots(static_cast<std::size_t>(max_slots)), pinned_(pinned) {
-    for (std::int32_t place = places; place-- > 0;) free_places_.push_back(place);
+  /// Ends a ledger when its pool has gone, and with it the last lease.
+  struct Retire {
+    void operator()(SlotLedger* ledger) const noexcept { ledger->retire(); }
+  };
+  using Owner = std::unique_ptr<SlotLedger, Retire>;
+
+  [[nodiscard]] static Owner create(std::int32_t max_slots, std::int32_t pinned, std::int32_t places) {
+    return Owner(new SlotLedger(max_slots, pinned, places));
   }
 
   std::mutex mutex;
   std::vector<Slot> slots;
-  std::vector<StepCounts> steps;  ///< by stream index
+  std::vector<StreamProgress> streams;  ///< by index
   NameRegistry names;
   std::string active;  ///< name of the active adapter; empty for none
   PoolCounters counters;
+  ExpertArena experts;       ///< memory of experts and routers
+  OverlayMemory overlays;    ///< memory of token rows, by place
   std::int32_t loading = 0;  ///< loads that have taken a place and not staged it
 
   // --- what is where
@@ -153,24 +76,27 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     return find([&](Slot const& slot) { return slot.staged && slot.staged->name == name; });
   }
 
-  [[nodiscard]] bool all_passed(Stamps const& stamps) const noexcept {
-    for (std::size_t i = 0; i < stamps.size(); ++i) {
-      if (stamps[i] > steps[i].passed) return false;
-    }
-    return true;
+  /// Whether the work of all steps that may read the slot, apart from those of leases, or write its record is
+  /// done.
+  [[nodiscard]] bool quiet(Slot const& slot) const noexcept {
+    std::uint64_t const last = slot.gate.last_step();
+    bool const reads = std::any_of(streams.begin(), streams.end(),
+                                   [&](StreamProgress const& stream) { return stream.oldest <= last; });
+    return !reads && (slot.written == 0 || streams[slot.writer].passed >= slot.written);
   }
 
-  /// Whether nobody reads the slot, and nothing enqueued earlier still does.
+  /// Whether nobody reads the slot, and nothing enqueued earlier still does. Of a slot whose gate is open,
+  /// true a moment ago.
   [[nodiscard]] bool unread(Slot const& slot) const noexcept {
-    return slot.leases == 0 && all_passed(slot.stamps);
+    return slot.gate.leases() == 0 && quiet(slot);
   }
 
   [[nodiscard]] SlotView view(std::int32_t index) const noexcept {
     Slot const& slot = at(index);
     SlotView view;
-    view.leases = slot.leases;
-    view.last_use = slot.last_use;
-    view.uses = slot.uses;
+    view.leases = static_cast<std::int32_t>(slot.gate.leases());
+    view.last_use = slot.last_use.load(std::memory_order_relaxed);
+    view.uses = slot.uses.load(std::memory_order_relaxed);
     if (slot.staged) {
       view.state = SlotState::staged;
       view.bytes = slot.staged->bytes;
@@ -179,7 +105,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
       view.bytes = slot.tenant->bytes;
       view.idle = slot.named && slot.tenant->name != active && unread(slot);
     } else {
-      view.state = all_passed(slot.stamps) ? SlotState::empty : SlotState::draining;
+      view.state = quiet(slot) ? SlotState::empty : SlotState::draining;
     }
     return view;
   }
@@ -189,7 +115,7 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   /// A lease on what `name` finds.
   [[nodiscard]] Result<Lease> acquire(std::string_view name) {
     std::int32_t const slot = published(name);
-    if (slot != base_slot && !at(slot).staged) return lease(slot);
+    if (slot != base_slot && !at(slot).staged) return lease({slot, at(slot).tenant->tenancy});
     if (staged(name) != base_slot) {
       return fail(Errc::slot_busy, quoted(name) + ": staged; the next begin_step publishes it");
     }
@@ -198,35 +124,71 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
 
   /// A lease on exactly this tenancy, which may have lost its name as long as others lease it.
   [[nodiscard]] Result<Lease> acquire(SlotKey key) {
+    std::string const words = "slot " + std::to_string(key.slot) + ": ";
     if (contains(key.slot)) {
       Slot const& slot = at(key.slot);
       bool const present = slot.tenant && slot.tenant->tenancy == key.tenancy;
-      if (present && (slot.leases > 0 || (slot.named && !slot.staged))) return lease(key.slot);
+      if (present && (slot.gate.leases() > 0 || slot.gate.open())) {
+        if (auto taken = lease(key); taken || taken.error().code != Errc::stale) return taken;
+      }
       if (slot.staged && slot.staged->tenancy == key.tenancy) {
-        return fail(Errc::slot_busy,
-                    "slot " + std::to_string(key.slot) + ": staged; the next begin_step publishes it");
+        return fail(Errc::slot_busy, words + "staged; the next begin_step publishes it");
+      }
+      if (present && slot.named) {
+        return fail(Errc::slot_busy, words + "other content is staged; the next begin_step ends tenancy " +
+                                         std::to_string(key.tenancy));
       }
     }
-    return fail(Errc::stale, "slot " + std::to_string(key.slot) + ": tenancy " + std::to_string(key.tenancy) +
-                                 " has ended");
+    return fail(Errc::stale, words + "tenancy " + std::to_string(key.tenancy) + " has ended");
   }
 
-  /// Ends one lease. Takes `mutex` itself.
+  /// The same without `mutex`, and without a reason where there is none to be had.
+  [[nodiscard]] std::optional<Lease> try_acquire(SlotKey key) noexcept {
+    if (!contains(key.slot) || at(key.slot).gate.enter(key.tenancy) != Entry::entered) return std::nullopt;
+    return entered(key);
+  }
+
+  /// Ends one lease, without `mutex`.
   void release(std::int32_t index) noexcept {
-    std::lock_guard<std::mutex> const lock(mutex);
-    Slot& slot = at(index);
-    --slot.leases;
-    slot.stamps.resize(steps.size());
-    for (std::size_t i = 0; i < steps.size(); ++i) slot.stamps[i] = std::max(slot.stamps[i], steps[i].begun);
+    if (at(index).gate.leave(steps_begun_.load(std::memory_order_relaxed))) drop();
   }
 
-  /// What comes before the slot's record is overwritten in the step that stream `stream` opens next: even if
-  /// that fails half-way, its tenant can no longer be leased, and the slot waits for that step.
-  void overwrite(Slot& slot, std::size_t stream) {
+  /// Leases taken so far: the tick counts them and publications.
+  [[nodiscard]] std::uint64_t leases_taken() const noexcept {
+    return tick_.load(std::memory_order_relaxed) - counters.publications;
+  }
+
+  /// Closes the slot, which was chosen for other content, unless somebody was quicker; then it is as it was.
+  [[nodiscard]] bool claim(Slot& slot) noexcept {
+    bool const was_open = slot.gate.open();
+    if (slot.gate.close() != 0) return false;
+    if (quiet(slot)) return true;
+    if (was_open) slot.gate.reopen();
+    return false;
+  }
+
+  // --- steps
+
+  /// The number of the step that is about to begin.
+  [[nodiscard]] std::uint64_t number_step() noexcept {
+    return steps_begun_.fetch_add(1, std::memory_order_relaxed) + 1;
+  }
+
+  /// Opens step `number` on stream `stream`.
+  void open_step(std::size_t stream, std::uint64_t number) noexcept {
+    streams[stream].open = number;
+    streams[stream].oldest = std::min(streams[stream].oldest, number);
+  }
+
+  /// What comes before the slot's record is overwritten for step `number` of stream `stream`: even if that
+  /// fails half-way, its tenant can no longer be leased, and the slot waits until a step of that stream is
+  /// done that comes after it.
+  void overwrite(Slot& slot, std::size_t stream, std::uint64_t number) noexcept {
     slot.named = false;
+    slot.gate.cut();
     slot.blank_due = true;  // until the publication is known to have succeeded
-    if (slot.stamps.size() <= stream) slot.stamps.resize(stream + 1);
-    slot.stamps[stream] = std::max(slot.stamps[stream], steps[stream].begun + 1);
+    slot.writer = stream;
+    slot.written = number;
   }
 
   // --- places
@@ -237,11 +199,31 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     free_places_.pop_back();
     return place;
   }
-  void give_back_place(std::int32_t place) { free_places_.push_back(place); }
+  void give_back_place(std::int32_t place) {
+    auto& blocks = expert_blocks_[static_cast<std::size_t>(place)];
+    if (!blocks.empty()) experts.release(std::exchange(blocks, {}));
+    free_places_.push_back(place);
+  }
   [[nodiscard]] bool is_spare(std::int32_t place) const noexcept {
     return std::find(free_places_.begin(), free_places_.end(), place) != free_places_.end();
   }
+  /// The blocks of `experts` that belong to a place, and are given back with it.
+  [[nodiscard]] std::vector<std::size_t> const& expert_blocks(std::int32_t place) const noexcept {
+    return expert_blocks_[static_cast<std::size_t>(place)];
+  }
+  void hold_experts(std::int32_t place, std::vector<std::size_t> blocks) {
+    expert_blocks_[static_cast<std::size_t>(place)] = std::move(blocks);
+  }
   [[nodiscard]] std::size_t free_places() const noexcept { return free_places_.size(); }
+
+  [[nodiscard]] bool is_pinned(std::int32_t slot) const noexcept { return slot < pinned_; }
+
+  /// Takes the adapter of `slot`, which was claimed, out of the pool.
+  void evict(std::int32_t slot) {
+    at(slot).named = false;
+    ++counters.evictions;
+    settle();
+  }
 
   /// Ends the tenancies that lost their name and only waited for readers: their places are spare again.
   void settle() {
@@ -254,13 +236,6 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   }
 
   // --- tenants come and go
-
-  /// Takes the idle adapter in `slot` out, for what it holds; its place is spare.
-  void evict(std::int32_t slot) {
-    at(slot).named = false;
-    ++counters.evictions;
-    settle();
-  }
 
   /// The key and id under which `digest` is the newest content of `name`, if it is, in a pinned slot where
   /// `pinned` asks for one.
@@ -312,12 +287,14 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     return fail(Errc::pool_full, all + (into_pinned ? " pinned" : "") + " slots are in use");
   }
 
-  /// Puts content into `slot`, where the next publication finds it. An adapter of another name that was there
-  /// is evicted now; other content staged under the same name is dropped. Returns its key.
+  /// Puts content into `slot`, which was claimed, where the next publication finds it. An adapter of another
+  /// name that was there is evicted now; other content staged under the same name is dropped. Returns its
+  /// key.
   [[nodiscard]] SlotKey stage(std::int32_t index, Tenant tenant) {
-    if (std::int32_t const before = staged(tenant.name); before != base_slot) unstage(at(before));
     Slot& slot = at(index);
-    if (slot.staged) unstage(slot);
+    if (slot.staged) give_back_place(slot.staged->place);
+    slot.staged.reset();
+    if (std::int32_t const before = staged(tenant.name); before != base_slot) unstage(at(before));
     if (slot.named && slot.tenant->name != tenant.name) {
       slot.named = false;
       ++counters.evictions;
@@ -333,14 +310,16 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   void publish(Slot& slot) {
     if (std::int32_t const before = published(slot.staged->name); before != base_slot) {
       at(before).named = false;
+      at(before).gate.cut();
     }
     if (slot.tenant) give_back_place(slot.tenant->place);  // unread since it was staged over
     slot.tenant = std::exchange(slot.staged, std::nullopt);
     slot.named = true;
     slot.blank_due = false;
     slot.uses = 0;
-    slot.last_use = ++tick_;
+    slot.last_use = tick_.fetch_add(1, std::memory_order_relaxed) + 1;
     ++counters.publications;
+    slot.gate.admit(slot.tenant->tenancy);
   }
 
   /// Takes `name` and its content away.
@@ -350,12 +329,14 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
     if (resident == base_slot && waiting == base_slot) {
       return fail(Errc::not_found, quoted(name) + ": not in the pool");
     }
-    if (resident != base_slot && at(resident).leases > 0) {
-      return fail(Errc::slot_busy, quoted(name) + ": " + std::to_string(at(resident).leases) + " leases");
+    std::uint64_t leases = resident == base_slot ? 0 : at(resident).gate.leases();
+    if (leases == 0 && name == active) {
+      return fail(Errc::invalid_argument, quoted(name) + ": is the active adapter");
     }
-    if (name == active) return fail(Errc::invalid_argument, quoted(name) + ": is the active adapter");
-    if (waiting != base_slot) unstage(at(waiting));
+    if (leases == 0 && resident != base_slot) leases = at(resident).gate.close();
+    if (leases > 0) return fail(Errc::slot_busy, quoted(name) + ": " + std::to_string(leases) + " leases");
     if (resident != base_slot) at(resident).named = false;
+    if (waiting != base_slot) unstage(at(waiting));
     settle();
     ++counters.unloads;
     return {};
@@ -366,36 +347,69 @@ class SlotLedger : public std::enable_shared_from_this<SlotLedger> {
   }
 
  private:
+  SlotLedger(std::int32_t max_slots, std::int32_t pinned, std::int32_t places)
+      : slots(static_cast<std::size_t>(max_slots)),
+        pinned_(pinned),
+        expert_blocks_(static_cast<std::size_t>(places)) {
+    for (std::int32_t place = places; place-- > 0;) free_places_.push_back(place);
+  }
+
+  void retire() noexcept {
+    for (Slot& slot : slots) {
+      holders_.fetch_add(1, std::memory_order_relaxed);
+      if (!slot.gate.abandon()) drop();
+    }
+    drop();
+  }
+  void drop() noexcept {
+    if (holders_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+  }
+
   template <class Condition>
   std::int32_t find(Condition const& condition) const noexcept {
     auto const found = std::find_if(slots.begin(), slots.end(), condition);
     return found == slots.end() ? base_slot : static_cast<std::int32_t>(found - slots.begin());
   }
 
-  Lease lease(std::int32_t index) {
-    Slot& slot = at(index);
-    ++slot.leases;
-    ++slot.uses;
-    ++counters.leases;
-    slot.last_use = ++tick_;
-    return Lease(shared_from_this(), SlotKey{index, slot.tenant->tenancy}, slot.tenant->id);
+  Result<Lease> lease(SlotKey key) {
+    switch (at(key.slot).gate.enter(key.tenancy)) {
+      case Entry::entered: return entered(key);
+      case Entry::full:
+        return fail(Errc::slot_busy, "slot " + std::to_string(key.slot) + ": " +
+                                         std::to_string(LeaseGate::most_leases) + " leases, the most");
+      case Entry::closed: break;
+    }
+    return fail(Errc::stale, "slot " + std::to_string(key.slot) + ": its last lease has just ended");
   }
 
+  // The lease of whoever has entered; without `mutex`, since nobody changes what is leased.
+  Lease entered(SlotKey key) noexcept {
+    Slot& slot = at(key.slot);
+    slot.uses.fetch_add(1, std::memory_order_relaxed);
+    slot.last_use.store(tick_.fetch_add(1, std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    return Lease(this, key, slot.tenant->id);
+  }
+
+  // Drops what is staged; what it would have replaced can be leased again.
   void unstage(Slot& slot) {
     give_back_place(slot.staged->place);
     slot.staged.reset();
+    if (slot.named) slot.gate.reopen();
   }
 
   std::int32_t pinned_;
   std::vector<std::int32_t> free_places_;
-  std::uint64_t tick_ = 0;
+  std::vector<std::vector<std::size_t>> expert_blocks_;  // by place
+  std::atomic<std::uint64_t> tick_{0};
+  std::atomic<std::uint64_t> steps_begun_{0};
   std::uint64_t tenancies_ = 0;
+  std::atomic<std::size_t> holders_{1};  // the owner and, once it has gone, slots with leases
 };
 
 }  // namespace detail
 
 inline void Lease::release() noexcept {
-  if (auto const ledger = std::exchange(ledger_, nullptr)) ledger->release(key_.slot);
+  if (auto* const ledger = std::exchange(ledger_, nullptr)) ledger->release(key_.slot);
   key_ = {};
   id_ = base_id;
 }

@@ -48,7 +48,7 @@ struct SlotStatus {
   std::uint64_t tenancy = 0;
   std::int32_t rank = 0;       ///< largest rank of its pairs
   std::size_t bytes = 0;       ///< of A, B and bias as packed
-  std::int64_t leases = 0;     ///< on what the record speaks of
+  std::int32_t leases = 0;     ///< on what the record speaks of
   std::uint64_t last_use = 0;  ///< the pool's tick when it was last leased or published; larger is later
   std::uint64_t uses = 0;      ///< leases taken in this tenancy
   bool pinned = false;         ///< in the region that is never evicted

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "atlas/lora/config.hpp"
@@ -18,8 +19,8 @@
 namespace atlas::lora::inline v0 {
 namespace detail {
 
-/// The streams of one pool, in the order of `SlotLedger::steps`. Every function expects the ledger's mutex to
-/// be held. Events belong to the backend, which is passed to each call; `destroy` gives them back.
+/// The streams of one pool, in the order of `SlotLedger::streams`. Every function expects the ledger's mutex
+/// to be held. Events belong to the backend, which is passed to each call; `destroy` gives them back.
 template <Backend B>
 class StreamSteps {
  public:
@@ -71,7 +72,7 @@ class StreamSteps {
     }
     reader.stream = stream;
     readers_.push_back(reader);
-    ledger.steps.emplace_back();
+    ledger.streams.emplace_back();
     return readers_.size() - 1;
   }
 
@@ -83,10 +84,12 @@ class StreamSteps {
         auto const is_done = backend.query(reader.oldest().event);
         if (!is_done) return cuda::std::unexpected<Error>(is_done.error());
         if (!*is_done) break;
-        ledger.steps[i].passed = reader.oldest().step;
+        ledger.streams[i].passed = reader.oldest().last;
         reader.first = (reader.first + 1) % reader.ring.size();
         --reader.count;
       }
+      std::uint64_t const open = ledger.streams[i].open;
+      ledger.streams[i].oldest = reader.count > 0 ? reader.oldest().first : open != 0 ? open : no_step;
     }
     ledger.settle();
     return {};
@@ -99,9 +102,10 @@ class StreamSteps {
     bool const full = reader.count == reader.ring.size();
     Mark& mark = full ? reader.newest() : reader.ring[(reader.first + reader.count) % reader.ring.size()];
     if (auto outcome = backend.record(mark.event, *reader.stream); !outcome) return outcome;
-    mark.step = ledger.steps[index].begun;
-    if (!full) ++reader.count;
-    ledger.steps[index].ended = mark.step;
+    mark.last = std::exchange(ledger.streams[index].open, 0);
+    if (full) return {};
+    mark.first = mark.last;
+    ++reader.count;
     return {};
   }
 
@@ -131,17 +135,18 @@ class StreamSteps {
 
   /// Forgets stream `index`. Error: `slot_busy` unless all of its steps have passed.
   [[nodiscard]] Result<void> forget(SlotLedger& ledger, std::size_t index) {
-    StepCounts& steps = ledger.steps[index];
-    if (steps.passed < steps.begun) return fail(Errc::slot_busy, "forget_stream: a step is open or not done");
-    ++steps.begun;  // a step that could not begin may have left stamps, which pass with it
-    steps.ended = steps.passed = steps.begun;
+    StreamProgress& stream = ledger.streams[index];
+    if (stream.oldest != no_step) return fail(Errc::slot_busy, "forget_stream: a step is open or not done");
+    stream.passed = ledger.number_step();  // what it wrote for a step that could not begin passes with it
     readers_[index].stream.reset();
     return {};
   }
 
  private:
+  // The steps that one event stands for.
   struct Mark {
-    std::uint64_t step = 0;
+    std::uint64_t first = 0;
+    std::uint64_t last = 0;
     Event event{};
   };
 

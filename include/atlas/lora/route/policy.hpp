@@ -34,6 +34,7 @@ class Selector {
     return Selector(Kind::slot, index);
   }
 
+  /// Which of the three it is.
   [[nodiscard]] constexpr Kind kind() const noexcept { return kind_; }
   /// The slot asked for; `base_slot` unless `kind()` is `Kind::slot`.
   [[nodiscard]] constexpr std::int32_t index() const noexcept { return index_; }
@@ -52,6 +53,7 @@ struct RouteContext {
   std::int32_t active = base_slot;  ///< slot of the active adapter; negative when none is
   std::int32_t max_slots = 0;
   bool has_delta = true;  ///< whether the operation that is routed has any delta at all
+  bool apply = true;      ///< false: every row is base, whatever the verdict; see `StepLevers`
 
   /// Whether `slot` can hold an adapter.
   [[nodiscard]] constexpr bool contains(std::int32_t slot) const noexcept {
@@ -128,9 +130,9 @@ struct SingleActive {
 };
 static_assert(RoutePolicy<SingleActive>);
 
-/// Writes each sequence's slot, `base_slot` where the policy does not fold, and returns the batch's verdict:
-/// refuse if any sequence is refused, else fold if any folds, else skip (of an empty batch too).
-/// Error: `invalid_argument`, and nothing written, when `slots` and `selectors` differ in size.
+/// Writes each sequence's slot, `base_slot` where the policy does not fold or nothing is applied, and returns
+/// the batch's verdict: refuse if any sequence is refused, else fold if any folds, else skip (of an empty
+/// batch too). Error: `invalid_argument`, and nothing written, when `slots` and `selectors` differ in size.
 template <RoutePolicy P>
 [[nodiscard]] constexpr cuda::std::expected<RouteVerdict, Errc> resolve_slots(
     P const& policy, std::span<Selector const> selectors, RouteContext const& context,
@@ -142,7 +144,8 @@ template <RoutePolicy P>
     RouteDecision const decision = policy(selectors[i], context);
     folds = folds || decision.verdict == RouteVerdict::fold;
     refused = refused || decision.verdict == RouteVerdict::refuse;
-    slots[i] = decision.verdict == RouteVerdict::fold && decision.slot >= 0 ? decision.slot : base_slot;
+    bool const folds_here = context.apply && decision.verdict == RouteVerdict::fold && decision.slot >= 0;
+    slots[i] = folds_here ? decision.slot : base_slot;
   }
   return refused ? RouteVerdict::refuse : folds ? RouteVerdict::fold : RouteVerdict::skip;
 }
