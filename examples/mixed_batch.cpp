@@ -9,18 +9,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <exception>
 #include <iomanip>
 #include <iostream>
 #include <set>
-#include <sstream>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <atlas/lora.hpp>
@@ -28,30 +24,18 @@
 
 #include "tiny_model/engine.hpp"
 #include "tiny_model/expected.hpp"
-#include "tiny_model/host_device.hpp"
+#include "tiny_model/program.hpp"
 #include "tiny_model/requests.hpp"
-#if defined(__CUDACC__)
-#include "tiny_model/gpu_device.cuh"
-#endif
 
 namespace {
 
 using namespace tiny_model;
 
 constexpr std::size_t num_decoded = 16;
-constexpr int skipped = 77;  // the exit status that test runners read as "not run here"
-
-struct Options {
-  std::string model = "tests/data/e2e/llama";
-  std::string element = "float";
-  std::string device = "auto";
-  bool json = false;
-};
 
 struct NamedAdapter {
   std::string name;
   atlas::lora::Adapter adapter;
-  RetrainedRows retrained;
 };
 
 /// The same requests served in four ways; [request] each.
@@ -72,14 +56,14 @@ struct Outcome {
   std::string adapter;
   std::set<std::int32_t> ranks;
   std::int32_t prefilled = 0;
-  std::size_t positions = 0, columns = 0;  // compared with PEFT's
-  std::size_t rerouted = 0;  // of those positions: left out, for other experts were chosen than in float32
-  float difference = 0.0F;   // from PEFT's
+  std::size_t positions = 0, columns = 0;         // compared with PEFT's: all columns, and all positions but
+  std::size_t rerouted = 0;                       // those where other experts were chosen than in float32
+  std::size_t embedding_rows = 0, head_rows = 0;  // of the adapter's own
+  float difference = 0.0F;                        // from PEFT's
   std::size_t decoded = 0, tokens_compared = 0;
-  float decoded_difference = 0.0F;       // from a fresh prefill of the same tokens
-  std::set<std::int32_t> rows, slots;    // where it has been in the swapped run
-  float swapped_difference = 0.0F;       // from the run in which nothing moves
-  std::vector<std::string> not_applied;  // tensors of the adapter that the library does not serve yet
+  float decoded_difference = 0.0F;     // from a fresh prefill of the same tokens
+  std::set<std::int32_t> rows, slots;  // where it has been in the swapped run
+  float swapped_difference = 0.0F;     // from the run in which nothing moves
   bool ok = false;
 };
 
@@ -96,15 +80,14 @@ std::vector<NamedAdapter> load_adapters(std::string const& directory, atlas::lor
   std::vector<NamedAdapter> adapters;
   for (std::string const name : {"a", "b", "c"}) {
     std::string const path = directory + "/adapters/" + name;
-    adapters.push_back({name, expect(atlas::lora::load_adapter(path, shape)), read_retrained_rows(path)});
+    adapters.push_back({name, expect(atlas::lora::load_adapter(path, shape))});
   }
   return adapters;
 }
 
-/// Prefixes differ, so that the prefill is ragged and requests end at different steps; c's is short, because
-/// only its first positions can be compared and they should come through the graph too.
+/// Prefixes differ, so that the prefill is ragged and requests end at different steps.
 std::vector<Request> make_requests(Expected const& expected, std::vector<NamedAdapter> const& adapters) {
-  std::int32_t const prefixes[] = {6, 5, 4, 1};
+  std::int32_t const prefixes[] = {6, 5, 4, 3};
   std::vector<Request> requests;
   for (std::size_t i = 0; i < std::size(prefixes); ++i) {
     requests.push_back({i == 0 ? "base" : adapters[i - 1].name, expected.tokens.at(i), prefixes[i]});
@@ -119,14 +102,19 @@ std::vector<Request> again(std::vector<Request> const& served) {
   return requests;
 }
 
+std::int32_t max_rank(std::vector<NamedAdapter> const& adapters) {
+  std::int32_t largest = 1;
+  for (auto const& [name, adapter] : adapters) largest = std::max(largest, adapter.max_rank);
+  return largest;
+}
+
 /// Enough for all adapters' experts, and for one to move while it is where it was.
 std::size_t expert_bytes(atlas::lora::ModelShape const& shape, std::vector<NamedAdapter> const& adapters,
                          std::size_t element_bytes) {
-  std::int32_t max_rank = 1;
-  for (auto const& [name, adapter, retrained] : adapters) max_rank = std::max(max_rank, adapter.max_rank);
   std::size_t all = 0, largest = 0;
-  for (auto const& [name, adapter, retrained] : adapters) {
-    std::size_t const one = atlas::lora::expert_bytes_needed(adapter, shape, max_rank, element_bytes);
+  for (auto const& [name, adapter] : adapters) {
+    std::size_t const one =
+        atlas::lora::expert_bytes_needed(adapter, shape, max_rank(adapters), element_bytes);
     all += one;
     largest = std::max(largest, one);
   }
@@ -135,7 +123,7 @@ std::size_t expert_bytes(atlas::lora::ModelShape const& shape, std::vector<Named
 
 template <class Device>
 Runs serve_four_ways(std::string const& directory, Expected const& expected,
-                     atlas::lora::ModelShape const& shape, std::vector<NamedAdapter> const& adapters) {
+                     atlas::lora::ModelShape const& shape, std::vector<NamedAdapter>& adapters) {
   std::size_t const positions =
       expected.tokens[0].size() + num_decoded - 1;  // the last token is not fed again
   auto const rows = static_cast<std::int32_t>(4 * positions);
@@ -152,13 +140,14 @@ Runs serve_four_ways(std::string const& directory, Expected const& expected,
   plain.capture(4);
   serve(plain, runs.base, positions, {0, 1, 2, 3}, stay);
 
-  // 2. The mixed batch. The graph is captured before there is any adapter, and is right for all that come.
+  // 2. The mixed batch. Token rows are compared with the tables that the model has in memory. The graph is
+  // captured before there is any adapter, and is right for all that come.
   Engine<Device> engine(directory, capacity);
-  std::int32_t max_rank = 1;
-  for (auto const& [name, adapter, retrained] : adapters) max_rank = std::max(max_rank, adapter.max_rank);
-  engine.open_pool(shape, max_rank, expert_bytes(shape, adapters, sizeof(typename Device::element)));
+  for (auto& [name, adapter] : adapters) adapter = engine.build(std::move(adapter), shape);
+  engine.open_pool(shape, max_rank(adapters),
+                   expert_bytes(shape, adapters, sizeof(typename Device::element)));
   engine.capture(4);
-  for (auto const& [name, adapter, retrained] : adapters) engine.place(name, adapter);
+  for (auto const& [name, adapter] : adapters) engine.place(name, adapter);
   runs.mixed = make_requests(expected, adapters);
   serve(engine, runs.mixed, positions, {0, 1, 2, 3}, stay);
 
@@ -167,7 +156,7 @@ Runs serve_four_ways(std::string const& directory, Expected const& expected,
   std::size_t steps = 0;
   serve(engine, runs.swapped, positions, {3, 2, 1, 0}, [&](std::vector<std::size_t>& order) {
     std::rotate(order.begin(), order.begin() + 1, order.end());
-    auto const& [name, adapter, retrained] = adapters[steps++ % adapters.size()];
+    auto const& [name, adapter] = adapters[steps++ % adapters.size()];
     engine.place(name, adapter);
   });
 
@@ -193,10 +182,8 @@ FloatChoices choose_in_float(std::string const& directory, Expected const& expec
     Engine<HostDevice<float>> engine(
         directory, {static_cast<std::int32_t>(4 * positions), 5, static_cast<std::int32_t>(positions), 4});
     if (adapted) {
-      std::int32_t max_rank = 1;
-      for (auto const& [name, adapter, retrained] : adapters) max_rank = std::max(max_rank, adapter.max_rank);
-      engine.open_pool(shape, max_rank, expert_bytes(shape, adapters, sizeof(float)));
-      for (auto const& [name, adapter, retrained] : adapters) engine.place(name, adapter);
+      engine.open_pool(shape, max_rank(adapters), expert_bytes(shape, adapters, sizeof(float)));
+      for (auto const& [name, adapter] : adapters) engine.place(name, engine.build(adapter, shape));
     }
     serve(engine, requests, positions, {0, 1, 2, 3}, [](std::vector<std::size_t>&) {});
     for (Request const& request : requests) {
@@ -214,19 +201,18 @@ Outcome judge_request(Runs const& runs, Expected const& expected, FloatChoices c
   Outcome outcome;
   outcome.adapter = mixed.adapter;
   outcome.prefilled = mixed.prefix;
-  RetrainedRows retrained;
   if (adapter != nullptr) {
     for (auto const& pair : adapter->adapter.pairs) outcome.ranks.insert(pair.rank);
     for (auto const& pair : adapter->adapter.routers) outcome.ranks.insert(pair.rank);
     for (auto const& pair : adapter->adapter.experts) outcome.ranks.insert(pair.rank);
-    for (auto const& tensor : adapter->adapter.overlay) outcome.not_applied.push_back(tensor.name);
-    retrained = adapter->retrained;
+    outcome.embedding_rows = adapter->adapter.overlay.embedding.ids.size();
+    outcome.head_rows = adapter->adapter.overlay.head.ids.size();
   }
 
-  // PEFT's logits, as far as projections alone decide them.
+  // PEFT's logits: every column, and every position where the experts are those of float32.
   Logits const& peft = expected.logits[i];
-  outcome.positions = retrained.positions_before(given);
-  outcome.columns = peft[0].size() - retrained.head.size();
+  outcome.positions = given.size();
+  outcome.columns = peft[0].size();
   std::vector<bool> rerouted, rerouted_swapped;  // none where this run is float32 itself
   if (!in_float.mixed.empty()) {
     rerouted = differing(in_float.mixed[i], mixed.choices);
@@ -234,15 +220,15 @@ Outcome judge_request(Runs const& runs, Expected const& expected, FloatChoices c
     auto const last = rerouted.begin() + static_cast<std::ptrdiff_t>(outcome.positions);
     outcome.rerouted = static_cast<std::size_t>(std::count(rerouted.begin(), last, true));
   }
-  outcome.difference = std::max(
-      largest_difference(mixed.logits, peft, outcome.positions, retrained.head, rerouted),
-      largest_difference(runs.swapped[i].logits, peft, outcome.positions, retrained.head, rerouted_swapped));
+  outcome.difference =
+      std::max(largest_difference(mixed.logits, peft, outcome.positions, rerouted),
+               largest_difference(runs.swapped[i].logits, peft, outcome.positions, rerouted_swapped));
 
   // What was decoded. A token says something only where its logit leads by more than the limit.
   Logits const& fresh = runs.fresh[i].logits;
   outcome.decoded = mixed.tokens.size() - given.size();
   std::vector<bool> const rerouted_fresh = differing(mixed.choices, runs.fresh[i].choices);
-  outcome.decoded_difference = largest_difference(mixed.logits, fresh, fresh.size(), {}, rerouted_fresh);
+  outcome.decoded_difference = largest_difference(mixed.logits, fresh, fresh.size(), rerouted_fresh);
   bool tokens_equal = true;
   for (std::size_t position = given.size() - 1; position < fresh.size(); ++position) {
     if (lead(fresh[position]) <= limit || rerouted_fresh[position]) continue;
@@ -255,7 +241,7 @@ Outcome judge_request(Runs const& runs, Expected const& expected, FloatChoices c
   // What moved: every request over every row, every adapter over every slot.
   outcome.rows = runs.swapped[i].rows;
   outcome.slots = runs.swapped[i].slots;
-  outcome.swapped_difference = largest_difference(mixed.logits, runs.swapped[i].logits, fresh.size(), {},
+  outcome.swapped_difference = largest_difference(mixed.logits, runs.swapped[i].logits, fresh.size(),
                                                   differing(mixed.choices, runs.swapped[i].choices));
   bool const moved = outcome.rows.size() == 4 && outcome.slots.size() == (adapter == nullptr ? 1 : 4);
 
@@ -271,7 +257,7 @@ Report check(std::string const& directory) {
   auto const config = expect(atlas::lora::read_model_config(directory + "/config.json"));
   auto const shape = expect(atlas::lora::model_shape(config));
   Expected const expected = read_expected(directory);
-  auto const adapters = load_adapters(directory, shape);
+  auto adapters = load_adapters(directory, shape);
   Runs const runs = serve_four_ways<Device>(directory, expected, shape, adapters);
   FloatChoices in_float;
   if (!std::is_same_v<T, float>) in_float = choose_in_float(directory, expected, shape, adapters);
@@ -283,8 +269,8 @@ Report check(std::string const& directory) {
   for (std::size_t i = 0; i < runs.base.size(); ++i) {
     std::vector<bool> rerouted;
     if (!in_float.base.empty()) rerouted = differing(in_float.base[i], runs.base[i].choices);
-    float const difference = largest_difference(runs.base[i].logits, expected.base_logits[i],
-                                                expected.tokens[i].size(), {}, rerouted);
+    float const difference =
+        largest_difference(runs.base[i].logits, expected.base_logits[i], expected.tokens[i].size(), rerouted);
     report.base_difference = std::max(report.base_difference, difference);
   }
   // In 16 bits an adapter may cost a few times what rounding already costs the base model; but a base model
@@ -301,14 +287,6 @@ Report check(std::string const& directory) {
     report.ok = report.ok && report.requests.back().ok;
   }
   return report;
-}
-
-/// Calls `body` with the element type that `name` names as its template argument.
-template <class Body>
-Report with_element(std::string const& name, Body const& body) {
-  if (name == "bf16") return body.template operator()<__nv_bfloat16>();
-  if (name == "fp16") return body.template operator()<__half>();
-  return body.template operator()<float>();
 }
 
 nlohmann::ordered_json to_json(Report const& report) {
@@ -335,7 +313,8 @@ nlohmann::ordered_json to_json(Report const& report) {
                                 {"rows", request.rows},
                                 {"slots", request.slots},
                                 {"swapped_difference", request.swapped_difference},
-                                {"not_applied", request.not_applied},
+                                {"embedding_rows", request.embedding_rows},
+                                {"head_rows", request.head_rows},
                                 {"ok", request.ok}});
   }
   return json;
@@ -378,60 +357,27 @@ void print(Report const& report) {
       std::cout << request.adapter << ": " << request.rerouted << " of " << request.positions
                 << " positions chose other experts than in float32 and are left out\n";
     }
-    for (std::string const& name : request.not_applied) {
-      std::cout << request.adapter << ": not applied yet, so not compared where it matters: " << name << '\n';
+    if (request.embedding_rows + request.head_rows > 0) {
+      std::cout << request.adapter << " has rows of its own: " << request.embedding_rows
+                << " of the embedding, " << request.head_rows << " of the head\n";
     }
   }
   std::cout << words(report.ok) << '\n';
 }
 
-int run(Options const& options) {
-#if defined(__CUDACC__)
-  bool const gpu = options.device != "cpu" && gpu_available();
-  auto const on_gpu = [&]<class T>() { return check<GpuDevice<T>>(options.model); };
-#else
-  bool const gpu = false;
-#endif
-  auto const on_cpu = [&]<class T>() { return check<HostDevice<T>>(options.model); };
-  if (options.device == "gpu" && !gpu) {
-    std::cerr << "mixed_batch: there is no GPU that this program can use\n";
-    return skipped;
-  }
-#if defined(__CUDACC__)
-  Report const report = gpu ? with_element(options.element, on_gpu) : with_element(options.element, on_cpu);
-#else
-  Report const report = with_element(options.element, on_cpu);
-#endif
-  if (options.json) {
-    std::cout << to_json(report).dump(2) << '\n';
-  } else {
-    print(report);
-  }
-  return report.ok ? EXIT_SUCCESS : EXIT_FAILURE;
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  Options options;
-  if (char const* const data = std::getenv("ATLAS_TEST_DATA"))
-    options.model = std::string(data) + "/e2e/llama";
-  CLI::App app{"Four requests, three of them with PEFT adapters, in one batch through a whole tiny model"};
-  app.add_option("--model", options.model,
-                 "folder of the model, its adapters a, b, c and expected.safetensors")
-      ->capture_default_str();
-  app.add_option("--element", options.element, "element type of weights and activations")
-      ->check(CLI::IsMember({"float", "bf16", "fp16"}))
-      ->capture_default_str();
-  app.add_option("--device", options.device, "auto is the GPU where there is one")
-      ->check(CLI::IsMember({"auto", "cpu", "gpu"}))
-      ->capture_default_str();
-  app.add_flag("--json", options.json, "print JSON instead of text");
-  CLI11_PARSE(app, argc, argv);
-  try {
-    return run(options);
-  } catch (std::exception const& error) {
-    std::cerr << "mixed_batch: " << error.what() << '\n';
-    return EXIT_FAILURE;
-  }
+  return run_program(
+      argc, argv, "mixed_batch",
+      "Four requests, three of them with PEFT adapters, in one batch through a whole tiny model", "e2e/llama",
+      [&]<class Device>(Options const& options) {
+        Report const report = check<Device>(options.model);
+        if (options.json) {
+          std::cout << to_json(report).dump(2) << '\n';
+        } else {
+          print(report);
+        }
+        return report.ok;
+      });
 }

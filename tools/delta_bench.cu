@@ -9,16 +9,9 @@
 //   delta_bench [--json FILE] [--only TEXT]     TEXT: part of a cell's name, such as "r64" or "zipf"
 #include "delta_bench_case.cuh"
 
-#include <cstring>
-
 namespace {
 
 using namespace delta_bench;
-
-/// Bytes a microsecond of a copy within device memory, measured on an H200.
-constexpr double copy_rate = 4.3e6;
-/// Relative error that bf16 weights and roundings explain.
-constexpr double most_error = 1e-2;
 
 struct Timing {
   double us, plain_us, touch_us, floor_us, two_launch_us, cublas_us;
@@ -71,20 +64,6 @@ Timing time_cell(Cell const& cell, Machine const& machine) {
   return t;
 }
 
-void write_header(std::FILE* json, Machine const& machine) {
-  cudaDeviceProp properties{};
-  int driver = 0;
-  int runtime = 0;
-  check(cudaGetDeviceProperties(&properties, machine.device), "cudaGetDeviceProperties");
-  check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-  check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
-  char const* const sources = std::getenv("ATLAS_DEVICE_HASH");
-  std::fprintf(
-      json, "{\"header\": {\"card\": \"%s\", \"driver\": %d, \"toolkit\": %d, \"device_sources\": \"%s\"},\n",
-      properties.name, driver, runtime, sources == nullptr ? "" : sources);
-  std::fprintf(json, " \"cells\": [");
-}
-
 void write_cell(std::FILE* json, bool first, Cell const& cell, Timing const& t) {
   std::string n_out;
   for (std::int64_t const n : cell.n_out) n_out += (n_out.empty() ? "" : ", ") + std::to_string(n);
@@ -101,28 +80,16 @@ void write_cell(std::FILE* json, bool first, Cell const& cell, Timing const& t) 
 }  // namespace
 
 int main(int count, char** arguments) {
-  char const* json_path = nullptr;
-  char const* only = "";
-  for (int i = 1; i < count; ++i) {
-    bool const has_value = i + 1 < count;
-    if (has_value && std::strcmp(arguments[i], "--json") == 0) {
-      json_path = arguments[++i];
-    } else if (has_value && std::strcmp(arguments[i], "--only") == 0) {
-      only = arguments[++i];
-    } else {
-      stop("delta_bench [--json FILE] [--only TEXT]");
-    }
-  }
+  Arguments const told(count, arguments);
+  std::FILE* const json = told.json;
   auto const machine = prepare<Delta<T>, RowPlanning>(0);
   if (!machine) stop(machine.error().message);
-  std::FILE* const json = json_path == nullptr ? nullptr : std::fopen(json_path, "w");
-  if (json_path != nullptr && json == nullptr) stop(std::string("cannot write ") + json_path);
   if (json != nullptr) write_header(json, *machine);
   std::printf("%-44s %8s %8s %8s %8s %7s %8s %8s\n", "microseconds", "ours", "plain", "touch", "floor",
               "ratio", "two", "cuBLAS");
   bool first = true;
   for (Cell const& cell : all_cells()) {
-    if (cell.name().find(only) == std::string::npos) continue;
+    if (cell.name().find(told.only) == std::string::npos) continue;
     Timing const t = time_cell(cell, *machine);
     std::printf("%-44s %8.2f %8.2f %8.2f %8.2f %7.2f %8.2f %8.2f\n", cell.name().c_str(), t.us, t.plain_us,
                 t.touch_us, t.floor_us, t.floor_us == 0.0 ? 0.0 : t.us / t.floor_us, t.two_launch_us,

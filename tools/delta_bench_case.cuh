@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <string>
 #include <utility>
@@ -19,21 +17,12 @@
 
 #include <atlas/lora.hpp>
 
+#include "bench_support.cuh"
+
 namespace delta_bench {
 
 using namespace atlas::lora;
-using T = __nv_bfloat16;
-
-inline void stop(std::string const& what) {
-  std::fprintf(stderr, "%s\n", what.c_str());
-  std::exit(1);
-}
-/// Stops at a failed call of CUDA or cuBLAS; both say success with 0.
-template <class Status>
-void check(Status status, char const* what) {
-  if (status != Status{}) stop(std::string(what) + ": status " + std::to_string(static_cast<int>(status)));
-}
-#define CHECKED(call) check((call), #call)
+using namespace atlas_bench;
 
 /// What is timed: one shape with one mix of adapters.
 struct Cell {
@@ -75,20 +64,6 @@ inline std::vector<std::int32_t> row_slots(Cell const& cell) {
     }
   }
   return slots;
-}
-
-/// Fills with values in [-spread, spread).
-template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    fill_kernel(T* to, std::int64_t count, std::uint64_t seed, float spread) {
-  std::int64_t const step = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
-  for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-       i += step) {
-    std::uint64_t z = (static_cast<std::uint64_t>(i) + seed) * 0x9e3779b97f4a7c15u;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    to[i] = __float2bfloat16((static_cast<float>((z ^ (z >> 31)) >> 40) / 8388608.0F - 1.0F) * spread);
-  }
 }
 
 struct Tables {
@@ -141,7 +116,6 @@ class Case {
  public:
   explicit Case(Cell const& cell, Machine const& machine)
       : cell_(cell), machine_(machine), slots_(row_slots(cell)) {
-    CHECKED(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     for (std::int32_t const slot : slots_) {
       if (slot >= 0) ++rows_of_[slot];
     }
@@ -151,25 +125,21 @@ class Case {
     double const bytes =
         static_cast<double>(std::max<std::size_t>(rows_of_.size(), 1)) * static_cast<double>(pair_) * 2;
     layers_ = static_cast<int>(std::clamp(300e6 / bytes, 8.0, 400.0));
-    weights_ = filled(static_cast<std::int64_t>(layers_) * num_slots_ * pair_, 1, 0.05F);
-    x_ = filled(cell.rows * cell.k_in, 2, 1.0F);
-    y_ = filled(cell.rows * cell.outputs(), 3, 1.0F);
-    xa_ = filled(static_cast<std::int64_t>(cell.rows) * cell.rank, 4, 1.0F);
+    weights_ = memory_.filled(static_cast<std::int64_t>(layers_) * num_slots_ * pair_, 1, 0.05F);
+    x_ = memory_.filled(cell.rows * cell.k_in, 2, 1.0F);
+    y_ = memory_.filled(cell.rows * cell.outputs(), 3, 1.0F);
+    xa_ = memory_.filled(static_cast<std::int64_t>(cell.rows) * cell.rank, 4, 1.0F);
     make_tables();
     make_plan();
     scratch_bytes_ = two_launch_scratch_bytes(params(0, true));
-    scratch_ = allocate(scratch_bytes_);
-    sink_ = static_cast<int*>(allocate(sizeof(int)));
+    scratch_ = memory_.allocate(scratch_bytes_);
+    sink_ = static_cast<int*>(memory_.allocate(sizeof(int)));
     CHECKED(cublasCreate(&cublas_));
     CHECKED(cublasSetStream(cublas_, stream_));
-    CHECKED(cublasSetWorkspace(cublas_, allocate(32 << 20), 32 << 20));
+    CHECKED(cublasSetWorkspace(cublas_, memory_.allocate(32 << 20), 32 << 20));
     CHECKED(cudaStreamSynchronize(stream_));
   }
-  ~Case() {
-    static_cast<void>(cublasDestroy(cublas_));
-    for (void* const pointer : owned_) static_cast<void>(cudaFree(pointer));
-    static_cast<void>(cudaStreamDestroy(stream_));
-  }
+  ~Case() { static_cast<void>(cublasDestroy(cublas_)); }
   Case(Case const&) = delete;
   Case& operator=(Case const&) = delete;
 
@@ -229,24 +199,6 @@ class Case {
   }
 
  private:
-  void* allocate(std::size_t bytes) {
-    void* pointer = nullptr;
-    CHECKED(cudaMalloc(&pointer, std::max<std::size_t>(bytes, 16)));
-    owned_.push_back(pointer);
-    return pointer;
-  }
-  T* filled(std::int64_t count, std::uint64_t seed, float spread) {
-    auto* const pointer = static_cast<T*>(allocate(static_cast<std::size_t>(count) * sizeof(T)));
-    fill_kernel<256><<<1024, 256, 0, stream_>>>(pointer, count, seed << 40, spread);
-    CHECKED(cudaGetLastError());
-    return pointer;
-  }
-  static std::vector<T> download(T const* from, std::int64_t count) {
-    std::vector<T> out(static_cast<std::size_t>(count));
-    CHECKED(cudaMemcpy(out.data(), from, out.size() * sizeof(T), cudaMemcpyDeviceToHost));
-    return out;
-  }
-
   [[nodiscard]] RouteCell<T> cell_of(int layer, std::size_t projection, std::int32_t slot) const {
     T const* base = weights_ + (static_cast<std::int64_t>(layer) * num_slots_ + slot) * pair_;
     for (std::size_t p = 0; p < projection; ++p) base += cell_.rank * (cell_.k_in + cell_.n_out[p]);
@@ -260,8 +212,7 @@ class Case {
         for (std::int32_t s = 0; s < num_slots_; ++s) cells.push_back(cell_of(l, p, s));
       }
     }
-    auto* const device = static_cast<RouteCell<T>*>(allocate(cells.size() * sizeof(cells[0])));
-    CHECKED(cudaMemcpy(device, cells.data(), cells.size() * sizeof(cells[0]), cudaMemcpyHostToDevice));
+    RouteCell<T>* const device = memory_.uploaded(cells);
     for (int l = 0; l < layers_; ++l) {
       Tables tables;
       for (std::size_t p = 0; p < cell_.n_out.size(); ++p) {
@@ -280,7 +231,7 @@ class Case {
 
   void make_plan() {
     RowPlanLayout const layout{cell_.rows, num_slots_};
-    plan_ = layout.at(allocate(layout.bytes()));
+    plan_ = layout.at(memory_.allocate(layout.bytes()));
     CHECKED(cudaMemcpy(plan_.row_slots, slots_.data(), slots_.size() * sizeof(slots_[0]),
                        cudaMemcpyHostToDevice));
     CHECKED(launch_row_plan(plan_, cell_.rows, machine_, stream_));
@@ -355,35 +306,9 @@ class Case {
     }
   }
 
-  /// Median microseconds of one call of `enqueue(layer)`, all layers in one graph.
   template <class Enqueue>
   double time(Enqueue const& enqueue) {
-    CHECKED(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    for (int l = 0; l < layers_; ++l) enqueue(l);
-    cudaGraph_t graph = nullptr;
-    CHECKED(cudaStreamEndCapture(stream_, &graph));
-    cudaGraphExec_t executable = nullptr;
-    CHECKED(cudaGraphInstantiate(&executable, graph, 0));
-    cudaEvent_t begin = nullptr;
-    cudaEvent_t end = nullptr;
-    CHECKED(cudaEventCreate(&begin));
-    CHECKED(cudaEventCreate(&end));
-    std::vector<float> times;
-    for (int replay = -2; replay < 11; ++replay) {
-      CHECKED(cudaEventRecord(begin, stream_));
-      CHECKED(cudaGraphLaunch(executable, stream_));
-      CHECKED(cudaEventRecord(end, stream_));
-      CHECKED(cudaEventSynchronize(end));
-      float milliseconds = 0.0F;
-      CHECKED(cudaEventElapsedTime(&milliseconds, begin, end));
-      if (replay >= 0) times.push_back(milliseconds);
-    }
-    CHECKED(cudaEventDestroy(begin));
-    CHECKED(cudaEventDestroy(end));
-    CHECKED(cudaGraphExecDestroy(executable));
-    CHECKED(cudaGraphDestroy(graph));
-    std::nth_element(times.begin(), times.begin() + 5, times.end());
-    return static_cast<double>(times[5]) * 1000.0 / layers_;
+    return median_us(stream_, layers_, enqueue);
   }
 
   Cell const& cell_;
@@ -393,9 +318,9 @@ class Case {
   std::int32_t num_slots_ = 0;
   std::int64_t pair_ = 0;  ///< elements of one adapter's pairs in one layer
   int layers_ = 0;
-  cudaStream_t stream_ = nullptr;
+  DeviceMemory memory_;
+  cudaStream_t stream_ = memory_.stream();
   cublasHandle_t cublas_ = nullptr;
-  std::vector<void*> owned_;
   T* weights_ = nullptr;
   T* x_ = nullptr;
   T* y_ = nullptr;

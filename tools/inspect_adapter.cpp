@@ -5,7 +5,6 @@
 // wrong command line or a model configuration that cannot be read.
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -23,21 +22,14 @@
 #include "atlas/lora/adapter/convert.hpp"
 #include "atlas/lora/adapter/faults.hpp"
 #include "atlas/lora/model/families.hpp"
-#include "atlas/lora/reference/delta.hpp"
+#include "atlas/lora/overlay/build.hpp"
 #include "atlas/peft.hpp"
+#include "inspect_compare.hpp"
 
 namespace {
 
 using namespace atlas::lora;
-
-/// One module's delta beside PEFT's.
-struct Comparison {
-  std::string module;
-  double largest = 0.0;  // PEFT's largest |delta|
-  double error = 0.0;    // the largest |ours - PEFT's| by that
-  std::string fault{};   // why they could not be compared
-  [[nodiscard]] bool held() const { return fault.empty() && error <= 1e-5; }
-};
+using namespace inspect_adapter;
 
 /// All that is found out about one adapter.
 struct Report {
@@ -46,6 +38,8 @@ struct Report {
   std::optional<Adapter> adapter{};  // none when it is refused
   std::vector<std::string> refusals{};
   std::vector<Comparison> comparisons{};
+  std::vector<std::string> tables{};      // of the base model, that token rows were built against
+  std::optional<TokenOverlay> overlay{};  // the rows, where they could be built
 
   [[nodiscard]] bool held() const {
     return refusals.empty() && std::all_of(comparisons.begin(), comparisons.end(),
@@ -60,182 +54,80 @@ std::vector<std::string> lines_of(std::string const& text) {
   return lines;
 }
 
-Result<std::vector<float>> in_f32(Result<HostTensor> const& tensor) {
-  if (!tensor) return cuda::std::unexpected<Error>(tensor.error());
-  std::vector<float> out(tensor->bytes.size() / element_bytes(tensor->type));
-  auto const counts = convert<float>(*tensor, std::span<float>(out));
-  if (!counts) return cuda::std::unexpected<Error>(counts.error());
-  return out;
+/// The base model's table of this name in a file, `[vocab, hidden]`; none when the file has no such tensor.
+std::optional<HostTensor> find_table(SafetensorsFile const& file, std::string_view name,
+                                     ModelShape const& shape) {
+  for (TensorInfo const& tensor : file.tensors()) {
+    std::string const path = "." + tensor.name;
+    bool const named = path.find("." + std::string(name) + ".") != std::string::npos;
+    if (!named || !path.ends_with(".weight")) continue;
+    if (tensor.shape != std::vector<std::int64_t>{shape.vocab(), shape.hidden()}) continue;
+    auto table = file.read(tensor.name);
+    if (table) return std::move(*table);
+  }
+  return std::nullopt;
 }
 
-/// The path in the base model: a pair's name without what PEFT puts around it.
-template <class Pair>
-std::string module_of(Pair const& pair) {
-  std::string_view name = pair.a.name;
-  name.remove_prefix(std::string_view("base_model.model.").size());
-  return std::string(name.substr(0, name.rfind(".lora_A.")));
-}
-
-/// Our float32 delta for `rows` rows of `x`, by the library's reference on the CPU.
-template <class Pair>
-Result<std::vector<float>> delta_of(Pair const& pair, std::vector<float> const& x, std::int64_t rows) {
-  auto const a = in_f32(pair.a);
-  auto const b = in_f32(pair.b);
-  auto const bias = pair.bias ? in_f32(*pair.bias) : Result<std::vector<float>>(std::vector<float>{});
-  for (auto const* const weights : {&a, &b, &bias}) {
-    if (!*weights) return cuda::std::unexpected<Error>(weights->error());
-  }
-  std::int64_t const k_in = pair.a.shape[1];
-  std::int64_t const n_out = pair.b.shape[0];
-  RouteCell<float> const cell{
-      a->data(), b->data(), bias->empty() ? nullptr : bias->data(), pair.scale, pair.rank, pair.rank, 0};
-  RouteTable<float> const table{&cell, sizeof cell, 1, pair.rank, k_in, n_out};
-  std::vector<float> y(static_cast<std::size_t>(rows * n_out));
-  std::vector<float> xa(static_cast<std::size_t>(pair.rank));
-  std::vector<std::int32_t> const slots(static_cast<std::size_t>(rows), 0);
-  reference_delta<float, float>(table, slots, x.data(), k_in, y.data(), n_out, xa);
-  return y;
-}
-
-/// The change of a weight `[n_out, k_in]`: our deltas of the unit rows, transposed.
-template <class Pair>
-Result<std::vector<float>> change_of(Pair const& pair) {
-  auto const k_in = static_cast<std::size_t>(pair.a.shape[1]),
-             n_out = static_cast<std::size_t>(pair.b.shape[0]);
-  std::vector<float> unit_rows(k_in * k_in);
-  for (std::size_t k = 0; k < k_in; ++k) unit_rows[k * k_in + k] = 1.0F;
-  auto const rows = delta_of(pair, unit_rows, pair.a.shape[1]);
-  if (!rows) return rows;
-  std::vector<float> change(n_out * k_in);
-  for (std::size_t n = 0; n < n_out; ++n) {
-    for (std::size_t k = 0; k < k_in; ++k) change[n * k_in + k] = (*rows)[k * n_out + n];
-  }
-  return change;
-}
-
-/// Takes up how far `ours` are from `theirs`, by PEFT's largest.
-void compare_values(Result<std::vector<float>> const& ours, Result<std::vector<float>> const& theirs,
-                    Comparison& out) {
-  if (!ours || !theirs) {
-    out.fault = ours ? theirs.error().message : ours.error().message;
-    return;
-  }
-  if (ours->size() != theirs->size()) {
-    out.fault = "PEFT's have another shape";
-    return;
-  }
-  if (ours->empty() || !std::all_of(ours->begin(), ours->end(), [](float y) { return std::isfinite(y); })) {
-    out.fault = ours->empty() ? "there are no rows" : "our delta is not finite";
-    return;
-  }
-  for (std::size_t i = 0; i < ours->size(); ++i) {
-    out.largest = std::max(out.largest, std::abs(static_cast<double>((*theirs)[i])));
-    out.error =
-        std::max(out.error, std::abs(static_cast<double>((*ours)[i]) - static_cast<double>((*theirs)[i])));
-  }
-  if (out.largest > 0.0) out.error /= out.largest;
-}
-
-/// Fills in the comparison of one pair with `MODULE|x` and `MODULE|delta` of a file.
-template <class Pair>
-void compare_pair(Pair const& pair, SafetensorsFile const& expected, Comparison& out) {
-  TensorInfo const* const x_info = expected.find(out.module + "|x");
-  TensorInfo const* const delta_info = expected.find(out.module + "|delta");
-  std::vector<std::int64_t> const inputs{x_info->shape.empty() ? 0 : x_info->shape[0], pair.a.shape[1]};
-  if (delta_info == nullptr || x_info->shape != inputs ||
-      delta_info->shape != std::vector<std::int64_t>{inputs[0], pair.b.shape[0]}) {
-    out.fault = "x and delta do not fit the pair";
-    return;
-  }
-  auto const x = in_f32(expected.read(x_info->name));
-  compare_values(x ? delta_of(pair, *x, inputs[0]) : x, in_f32(expected.read(delta_info->name)), out);
-}
-
-/// The pair of a linear, a router or an expert's linear, by its path in the base model.
-struct Place {
-  AdapterPair const* linear = nullptr;
-  RouterPair const* router = nullptr;
-  ExpertPair const* expert = nullptr;
-};
-
-/// Our change of a parameter `MODULE|NAME`: a router's weight, or fused experts one after the other. Linears
-/// that the adapter leaves alone change by nothing.
-Result<std::vector<float>> parameter_change(Adapter const& adapter,
-                                            std::map<std::string, Place> const& places,
-                                            std::string const& module, std::string const& name,
-                                            std::vector<std::int64_t> const& shape) {
-  auto const found = places.find(module);
-  if (found == places.end()) return fail(Errc::not_found, "the adapter has no pair there");
-  if (found->second.router != nullptr) return change_of(*found->second.router);
-  if (found->second.expert == nullptr || shape.size() != 3) {
-    return fail(Errc::unsupported, "is not a parameter of experts or a router");
-  }
-  bool const down = name == "down_proj";
-  auto const rows = static_cast<std::size_t>(down ? shape[1] : shape[1] / 2);
-  std::size_t const one = rows * static_cast<std::size_t>(shape[2]);
-  std::vector<float> all(static_cast<std::size_t>(shape[0] * shape[1] * shape[2]));
-  for (ExpertPair const& pair : adapter.experts) {
-    if (pair.layer != found->second.expert->layer || (pair.linear == ExpertLinear::down) != down) continue;
-    auto const change = change_of(pair);
-    if (!change) return change;
-    std::size_t const part = pair.linear == ExpertLinear::up ? 1 : 0;
-    std::size_t const first = (static_cast<std::size_t>(pair.expert) * (down ? 1 : 2) + part) * one;
-    if (change->size() != one || first + one > all.size()) {
-      return fail(Errc::shape_mismatch, "PEFT's have another shape");
+/// Builds an adapter's token rows against a base model's tables, in the type that the embedding has there.
+template <Element T>
+Result<Adapter> build_against(Adapter const& adapter, ModelShape const& shape,
+                              std::optional<HostTensor> const& embedding,
+                              std::optional<HostTensor> const& head) {
+  std::vector<T> rounded[2];
+  std::optional<HostServedTable<T>> served[2];
+  int i = 0;
+  for (auto const* const table : {&embedding, &head}) {
+    if (*table) {
+      rounded[i].resize((*table)->bytes.size() / element_bytes((*table)->type));
+      auto const counts = convert<T>(**table, std::span<T>(rounded[i]));
+      if (!counts) return cuda::std::unexpected<Error>(counts.error());
+      served[i].emplace(rounded[i].data(), shape.hidden());
     }
-    std::copy(change->begin(), change->end(), all.begin() + static_cast<std::ptrdiff_t>(first));
+    ++i;
   }
-  return all;
+  ServedTables<HostServedTable<T>> const tables{served[0] ? &*served[0] : nullptr,
+                                                served[1] ? &*served[1] : nullptr};
+  return build_overlay(adapter, shape, tables);
 }
 
-/// Compares every module that a file has an input for, and every parameter that it has a change of.
-std::vector<Comparison> compare_all(Adapter const& adapter, SafetensorsFile const& expected) {
-  std::map<std::string, Place> places;
-  for (AdapterPair const& pair : adapter.pairs) places[module_of(pair)].linear = &pair;
-  for (RouterPair const& pair : adapter.routers) places[module_of(pair)].router = &pair;
-  for (ExpertPair const& pair : adapter.experts) places[module_of(pair)].expert = &pair;
-  constexpr std::string_view change = "|delta_weight";
-  std::vector<Comparison> out;
-  for (TensorInfo const& tensor : expected.tensors()) {
-    if (tensor.name.ends_with(change)) {
-      Comparison comparison{tensor.name.substr(0, tensor.name.size() - change.size())};
-      std::size_t const bar = comparison.module.find('|');
-      std::string const module = comparison.module.substr(0, bar);
-      std::string const name = bar == std::string::npos ? "" : comparison.module.substr(bar + 1);
-      compare_values(parameter_change(adapter, places, module, name, tensor.shape),
-                     in_f32(expected.read(tensor.name)), comparison);
-      out.push_back(std::move(comparison));
-      continue;
+/// Builds the token rows as a server would; `base_path` is a file with the base model's tables, or empty.
+void build_rows(Report& report, Adapter const& adapter, ModelShape const& shape,
+                std::string const& base_path) {
+  if (adapter.raw_overlay.empty()) return;
+  std::optional<HostTensor> embedding, head;
+  if (!base_path.empty()) {
+    auto const file = SafetensorsFile::open(base_path);
+    if (!file) {
+      report.refusals.push_back(file.error().message);
+      return;
     }
-    if (!tensor.name.ends_with("|x")) continue;
-    Comparison comparison{tensor.name.substr(0, tensor.name.size() - 2)};
-    auto const found = places.find(comparison.module);
-    if (found == places.end()) {
-      comparison.fault = "the adapter has no pair there";
-    } else if (found->second.linear != nullptr) {
-      compare_pair(*found->second.linear, expected, comparison);
-    } else if (found->second.router != nullptr) {
-      compare_pair(*found->second.router, expected, comparison);
-    } else {
-      compare_pair(*found->second.expert, expected, comparison);
+    embedding = find_table(*file, "embed_tokens", shape);
+    head = shape.tied_head() ? std::nullopt : find_table(*file, "lm_head", shape);
+    for (auto const* const table : {&embedding, &head}) {
+      if (*table) report.tables.push_back((*table)->name);
     }
-    out.push_back(std::move(comparison));
   }
-  return out;
+  ElementType const type = embedding ? embedding->type : head ? head->type : ElementType::f32;
+  auto const built = type == ElementType::f32 ? build_against<float>(adapter, shape, embedding, head)
+                     : type == ElementType::f16
+                         ? build_against<__half>(adapter, shape, embedding, head)
+                         : build_against<__nv_bfloat16>(adapter, shape, embedding, head);
+  if (!built) {
+    report.refusals.push_back(built.error().message);
+  } else {
+    report.overlay = built->overlay;
+  }
 }
 
 Report inspect(std::string const& directory, std::string const& model, ModelShape const& shape,
-               LoadOptions const& options, std::string const& expected_path) {
+               LoadOptions const& options, std::string const& expected_path, std::string const& base_path) {
   Report report{directory, model};
   auto adapter = load_adapter(directory, shape, options);
   if (!adapter) {
     report.refusals = lines_of(adapter.error().message);
     return report;
   }
-  for (HostTensor const& tensor : adapter->overlay) {
-    report.refusals.push_back("tensor '" + detail::printable(tensor.name) +
-                              "': belongs to token rows, which a pool does not serve");
-  }
+  build_rows(report, *adapter, shape, base_path);
   if (!expected_path.empty()) {
     auto const expected = SafetensorsFile::open(expected_path);
     if (expected) {
@@ -261,6 +153,29 @@ std::string hex(Digest digest) {
 std::string layer_name(Site site, ModelShape const& shape) {
   std::string const& name = shape.module(site).name;
   return site.layer == model_wide ? name : "layer " + std::to_string(site.layer) + " " + name;
+}
+
+/// "3 rows (F32): 3, 7, 319", at most eight of them by name.
+std::string rows_text(OverrideRows const& own) {
+  if (own.empty()) return "none";
+  std::string text = std::to_string(own.ids.size()) + (own.ids.size() == 1 ? " row (" : " rows (") +
+                     to_string(own.rows.type) + "):";
+  for (std::size_t i = 0; i < own.ids.size() && i < 8; ++i) {
+    text += (i == 0 ? " " : ", ") + std::to_string(own.ids[i]);
+  }
+  return own.ids.size() > 8 ? text + ", ..." : text;
+}
+
+void print_rows(Report const& report) {
+  if (!report.overlay) return;
+  std::string against;
+  for (std::string const& table : report.tables) against += (against.empty() ? "" : " and ") + table;
+  std::printf("  token rows, %s\n", against.empty()
+                                        ? "without the base model's tables to compare with"
+                                        : ("compared with " + detail::printable(against)).c_str());
+  std::printf("    embedding: %s\n", rows_text(report.overlay->embedding).c_str());
+  std::printf("    head: %s\n", report.overlay->head_is_embedding ? "is the embedding, and takes its rows"
+                                                                  : rows_text(report.overlay->head).c_str());
 }
 
 char const* linear_name(ExpertLinear linear) {
@@ -293,6 +208,7 @@ void print_text(Report const& report, ModelShape const& shape) {
     }
     for (std::string const& warning : adapter.warnings) std::printf("  warning: %s\n", warning.c_str());
   }
+  print_rows(report);
   for (std::string const& refusal : report.refusals) std::printf("  refused: %s\n", refusal.c_str());
   for (Comparison const& c : report.comparisons) {
     std::string const module = detail::printable(c.module);
@@ -342,6 +258,12 @@ void print_json(Report const& report, ModelShape const& shape) {
     }
     out["warnings"] = adapter.warnings;
   }
+  if (report.overlay) {
+    out["token_rows"] = {{"tables", report.tables},
+                         {"embedding", report.overlay->embedding.ids},
+                         {"head", report.overlay->head.ids},
+                         {"head_is_embedding", report.overlay->head_is_embedding}};
+  }
   out["refusals"] = report.refusals;
   out["comparisons"] = nlohmann::ordered_json::array();
   for (Comparison const& c : report.comparisons) {
@@ -360,7 +282,7 @@ void print_json(Report const& report, ModelShape const& shape) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::string directory, model, expected;
+  std::string directory, model, expected, base;
   LoadOptions options;
   bool json = false;
   CLI::App app{"Says what a PEFT adapter holds and whether it can be served on a model."};
@@ -370,6 +292,9 @@ int main(int argc, char** argv) {
   app.add_option("--expected", expected,
                  "safetensors file with MODULE|x and PEFT's MODULE|delta, or with PEFT's "
                  "MODULE|PARAMETER|delta_weight, to compare ours with");
+  app.add_option(
+      "--base", base,
+      "safetensors file with the base model's embed_tokens and lm_head, to compare token rows with");
   std::map<std::string, FusedExpertAxes> const axes{{"by-shape", FusedExpertAxes::by_shape},
                                                     {"current", FusedExpertAxes::current},
                                                     {"older", FusedExpertAxes::older}};
@@ -390,7 +315,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s\n", shape.error().message.c_str());
     return 2;
   }
-  Report const report = inspect(directory, model, *shape, options, expected);
+  Report const report = inspect(directory, model, *shape, options, expected, base);
   json ? print_json(report, *shape) : print_text(report, *shape);
   return report.held() ? 0 : 1;
 }

@@ -42,17 +42,22 @@ class Engine {
     options.max_slots = capacity_.slots;
     options.max_rank = max_rank;
     options.expert_bytes = expert_bytes;
+    options.overlay_bytes = overlay_bytes;
     pool_.emplace(expect(Pool::create(shape, options, device_.backend())));
     model_.attach(*pool_);
   }
 
-  /// Loads an adapter into a free slot and leases it. Done again under the same name, it moves the adapter to
-  /// another slot: the old one is given up.
+  /// An adapter whose token rows are built against the model's own tables.
+  [[nodiscard]] atlas::lora::Adapter build(atlas::lora::Adapter adapter,
+                                           atlas::lora::ModelShape const& shape) {
+    return model_.build(std::move(adapter), shape);
+  }
+
+  /// Loads a built adapter into a free slot and leases it. Done again under the same name, it moves the
+  /// adapter to another slot: the old one is given up.
   void place(std::string const& name, atlas::lora::Adapter const& adapter) {
     std::string const tenant = name + "." + std::to_string(++loads_);
-    atlas::lora::StageOptions options;
-    options.packing.leave_out_unserved = true;
-    expect(pool_->load(tenant, adapter, options));
+    expect(pool_->load(tenant, adapter));
     expect(pool_->begin_step(device_.stream()));
     expect(pool_->end_step(device_.stream()));
     Placed placed{tenant, expect(pool_->acquire(tenant))};
@@ -92,6 +97,8 @@ class Engine {
   }
 
  private:
+  static constexpr std::size_t overlay_bytes = std::size_t{1} << 20;  // for the token rows of all adapters
+
   struct Placed {
     std::string tenant;
     atlas::lora::Lease lease;

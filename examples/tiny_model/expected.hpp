@@ -10,7 +10,6 @@
 #include <cstring>
 #include <functional>
 #include <limits>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -71,34 +70,12 @@ inline Expected read_expected(std::string const& directory) {
   return expected;
 }
 
-/// The token rows that an adapter retrains beside its projections.
-struct RetrainedRows {
-  std::set<std::int64_t> embedding, head;
-
-  /// How many positions of `tokens` come before the first retrained embedding.
-  [[nodiscard]] std::size_t positions_before(std::vector<std::int32_t> const& tokens) const {
-    auto const retrained = [this](std::int32_t id) { return embedding.contains(id); };
-    return static_cast<std::size_t>(std::find_if(tokens.begin(), tokens.end(), retrained) - tokens.begin());
-  }
-};
-
-/// What the adapter in `directory` retrains, as its config names it.
-inline RetrainedRows read_retrained_rows(std::string const& directory) {
-  auto const config = expect(atlas::lora::read_peft_config(directory + "/adapter_config.json"));
-  RetrainedRows rows;
-  for (auto const& [module, ids] : config.trainable_tokens) {
-    (module.ends_with("lm_head") ? rows.head : rows.embedding).insert(ids.begin(), ids.end());
-  }
-  return rows;
-}
-
-/// The largest |a - b| outside of `left_out`; infinite when anything is not a number.
-inline float largest_difference(std::vector<float> const& a, std::vector<float> const& b,
-                                std::set<std::int64_t> const& left_out = {}) {
+/// The largest |a - b|; infinite when anything is not a number.
+inline float largest_difference(std::vector<float> const& a, std::vector<float> const& b) {
   float largest = a.size() == b.size() ? 0.0F : std::numeric_limits<float>::infinity();
   for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
     float const difference = std::abs(a[i] - b[i]);
-    if (left_out.contains(static_cast<std::int64_t>(i)) || difference <= largest) continue;
+    if (difference <= largest) continue;
     largest = std::isnan(difference) ? std::numeric_limits<float>::infinity() : difference;
   }
   return largest;
@@ -106,12 +83,11 @@ inline float largest_difference(std::vector<float> const& a, std::vector<float> 
 
 /// The same over the first `positions` positions, without those that `skipped` says (empty: none).
 inline float largest_difference(Logits const& a, Logits const& b, std::size_t positions,
-                                std::set<std::int64_t> const& left_out = {},
                                 std::vector<bool> const& skipped = {}) {
   float largest = 0.0F;
   for (std::size_t i = 0; i < positions; ++i) {
     if (i < skipped.size() && skipped[i]) continue;
-    largest = std::max(largest, largest_difference(a.at(i), b.at(i), left_out));
+    largest = std::max(largest, largest_difference(a.at(i), b.at(i)));
   }
   return largest;
 }

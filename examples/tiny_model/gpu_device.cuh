@@ -78,8 +78,10 @@ class GpuDevice : public Memory<atlas::lora::CudaBackend> {
   }
 
   GpuDevice()
-      : machine_(expect(atlas::lora::prepare<atlas::lora::RowPlanning, atlas::lora::Delta<T>,
-                                             atlas::lora::ExpertPlanning, atlas::lora::ExpertDelta<T>>(0))) {
+      : machine_(expect(
+            atlas::lora::prepare<atlas::lora::RowPlanning, atlas::lora::Delta<T>, atlas::lora::ExpertPlanning,
+                                 atlas::lora::ExpertDelta<T>, atlas::lora::OverlayEmbed<T>,
+                                 atlas::lora::OverlayHead<T, float>, atlas::lora::RowDiff<T>>(0))) {
     check(cublasCreate(&cublas_), "cublasCreate");
     check(cublasSetStream(cublas_, stream()), "cublasSetStream");
     // A workspace of our own has the fixed address that captured products need.
@@ -126,6 +128,39 @@ class GpuDevice : public Memory<atlas::lora::CudaBackend> {
   /// Adds the deltas of projections that share x `[rows, k_in]`, in one launch.
   void add_deltas(atlas::lora::RowPlan const& plan, std::int32_t rows, T const* x, Projections projections) {
     check(atlas::lora::launch_delta(params(plan, rows, x, projections), machine_, stream()), "launch_delta");
+  }
+
+  /// Puts the embedding rows that are a row's own adapter's over what the gather left in h `[rows, hidden]`.
+  void replace_rows(atlas::lora::OverlayTable<T> const& table, atlas::lora::RowPlan const& plan,
+                    std::int32_t rows, std::int32_t const* tokens, T* h) {
+    atlas::lora::OverlayEmbedParams<T> params;
+    params.h = h;
+    params.h_row_stride = table.hidden;
+    params.rows = rows;
+    params.tokens = tokens;
+    params.row_slots = plan.row_slots;
+    params.table = table;
+    check(atlas::lora::launch_overlay_embed(params, machine_, stream()), "launch_overlay_embed");
+  }
+
+  /// Recomputes the logits `[rows, vocab]` whose head rows are a row's own adapter's.
+  void recompute_logits(atlas::lora::OverlayTable<T> const& table, atlas::lora::RowPlan const& plan,
+                        std::int32_t rows, T const* x, float* logits) {
+    atlas::lora::OverlayHeadParams<T, float> params;
+    params.x = x;
+    params.x_row_stride = table.hidden;
+    params.logits = logits;
+    params.logits_row_stride = table.vocab;
+    params.rows = rows;
+    params.plan = plan;
+    params.table = table;
+    check(atlas::lora::launch_overlay_head(params, machine_, stream()), "launch_overlay_head");
+  }
+
+  /// A table of the base model's, `[vocab, hidden]`, for adapters to be compared with.
+  [[nodiscard]] atlas::lora::DeviceServedTable<T> served(T const* table, std::int64_t hidden) {
+    synchronize();
+    return expect(atlas::lora::DeviceServedTable<T>::create(table, hidden, machine_, backend()));
   }
 
   /// The same for experts.

@@ -66,6 +66,27 @@ class HostDevice : public Memory<atlas::lora::HostBackend> {
     }
   }
 
+  /// Puts the embedding rows that are a row's own adapter's over what the gather left in h `[rows, hidden]`.
+  void replace_rows(atlas::lora::OverlayTable<T> const& table, atlas::lora::RowPlan const& plan,
+                    std::int32_t rows, std::int32_t const* tokens, T* h) {
+    auto const count = static_cast<std::size_t>(rows);
+    atlas::lora::reference_embed_overlay<T>(table, std::span(plan.row_slots, count), std::span(tokens, count),
+                                            h, table.hidden);
+  }
+
+  /// Recomputes the logits `[rows, vocab]` whose head rows are a row's own adapter's.
+  void recompute_logits(atlas::lora::OverlayTable<T> const& table, atlas::lora::RowPlan const& plan,
+                        std::int32_t rows, T const* x, float* logits) {
+    atlas::lora::reference_head_overlay<T, float>(table,
+                                                  std::span(plan.row_slots, static_cast<std::size_t>(rows)),
+                                                  x, table.hidden, logits, table.vocab);
+  }
+
+  /// A table of the base model's, `[vocab, hidden]`, for adapters to be compared with.
+  [[nodiscard]] static atlas::lora::HostServedTable<T> served(T const* table, std::int64_t hidden) {
+    return {table, hidden};
+  }
+
   /// The same for experts, whose reference reads the rows themselves.
   void reserve_experts(atlas::lora::ExpertPlan const&, std::span<atlas::lora::ExpertProjection<T> const>) {}
   void plan_experts(atlas::lora::ExpertPlan const&, atlas::lora::ExpertRows const&) {}

@@ -114,6 +114,16 @@ class Llama {
       if (is_moe())
         layers_[static_cast<std::size_t>(layer)].moe.attach(device_, pool, layer, plan_, moe_buffers_);
     }
+    overlay_ = expect(pool.overlay());
+  }
+
+  /// An adapter whose token rows are built against this model's embedding and head.
+  [[nodiscard]] atlas::lora::Adapter build(atlas::lora::Adapter adapter,
+                                           atlas::lora::ModelShape const& shape) {
+    auto embedding = device_.served(embedding_.data(), config_.hidden);
+    auto head = device_.served(head_.data(), config_.hidden);
+    atlas::lora::ServedTables<decltype(head)> const served{&embedding, &head};
+    return expect(atlas::lora::build_overlay(std::move(adapter), shape, served));
   }
 
   /// Puts what the next forward pass works on where it, or a graph of it, reads it.
@@ -138,6 +148,7 @@ class Llama {
     T* const x = normed_.data();
     device_.run(Embed<T>{embedding_.data(), rows_.tokens, h, config_.hidden}, rows * config_.hidden);
     if (adapted) device_.plan_rows(plan_, rows);
+    if (adapted) device_.replace_rows(overlay_, plan_, rows, rows_.tokens, h);
     for (Layer& layer : layers_) {
       normalize(h, layer.input_norm, x, rows);
       project(x, layer.qkv, wide_.data(), rows, adapted);
@@ -168,6 +179,7 @@ class Llama {
     }
     normalize(h, final_norm_, x, rows);
     device_.multiply(x, head_.data(), logits_.data(), config_.vocab, rows, config_.vocab, config_.hidden);
+    if (adapted) device_.recompute_logits(overlay_, plan_, rows, x, logits_.data());
   }
 
   /// The logits of the last pass, `[rows, vocab]`, after waiting for it.
@@ -362,6 +374,7 @@ class Llama {
   Rows rows_;
   Buffer<std::byte> plan_memory_;
   atlas::lora::RowPlan plan_;
+  atlas::lora::OverlayTable<T> overlay_;
   Buffer<T> hidden_, normed_;  // [rows, hidden]: the residual stream; what a norm or the last linear gives
   Buffer<T> wide_, inner_;     // q, k, v or gate and up side by side; what attention or silu makes of them
   Buffer<float> logits_, frequencies_;

@@ -15,7 +15,11 @@
 #include "atlas/lora/adapter/convert.hpp"
 
 #include "atlas/lora/tables/expert_table.hpp"
+#include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
+
+#include "atlas/lora/overlay/build.hpp"
+#include "atlas/lora/overlay/select.hpp"
 
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/cuda_backend.hpp"
@@ -41,16 +45,21 @@
 #include "atlas/lora/kernels/delta_shape.hpp"
 #include "atlas/lora/kernels/expert_params.hpp"
 #include "atlas/lora/kernels/machine.hpp"
+#include "atlas/lora/kernels/overlay_params.hpp"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
 
 #include "atlas/lora/reference/delta.hpp"
 #include "atlas/lora/reference/moe.hpp"
+#include "atlas/lora/reference/overlay.hpp"
 
 #if defined(__CUDACC__)
 #include "atlas/lora/kernels/delta.cuh"
 #include "atlas/lora/kernels/expert_delta.cuh"
 #include "atlas/lora/kernels/expert_plan.cuh"
+#include "atlas/lora/kernels/overlay_embed.cuh"
+#include "atlas/lora/kernels/overlay_head.cuh"
 #include "atlas/lora/kernels/pair_delta.cuh"
+#include "atlas/lora/kernels/row_diff.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
 #endif

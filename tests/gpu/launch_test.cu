@@ -2,62 +2,13 @@
 //
 // How the delta behaves in a stream: capture and replay, stale plans, programmatic dependent launch, bad
 // arguments, offsets beyond 32 bits.
+#include "streams.cuh"
 #include "support.cuh"
 
 #include <algorithm>
 
 namespace atlas_test {
 namespace {
-
-/// Copies `count` elements, as a programmatic kernel that waits before it triggers: a well-behaved writer.
-template <class T>
-__global__ void copy_kernel(T* to, T const* from, int count) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  // Long enough that a kernel which does not wait for it is seen to be early.
-  for (int i = 0; i < 20; ++i) __nanosleep(1000);
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) to[i] = from[i];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-/// A short kernel that triggers at once and waits late, as an engine's norm may.
-__global__ void early_trigger_kernel(int* sink) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  if (sink != nullptr && threadIdx.x == 0) *sink = 1;
-}
-
-template <class... P, class... A>
-void launch_programmatic(void (*kernel)(P...), int threads, cudaStream_t stream, bool programmatic,
-                         A... arguments) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = 1;
-  config.blockDim = static_cast<unsigned>(threads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
-  CUDA_OK(cudaLaunchKernelEx(&config, kernel, arguments...));
-}
-
-class Stream {
- public:
-  Stream() { CUDA_OK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~Stream() { static_cast<void>(cudaStreamDestroy(stream_)); }
-  Stream(Stream const&) = delete;
-  Stream& operator=(Stream const&) = delete;
-  operator cudaStream_t() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
 
 /// The captured step: plan from row slots, then the delta.
 template <Element T>
@@ -162,7 +113,7 @@ TEST_SUITE("gpu") {
         launch_programmatic(copy_kernel<std::byte>, 256, stream, programmatic,
                             reinterpret_cast<std::byte*>(batch.plan().header),
                             static_cast<std::byte const*>(source.data()), static_cast<int>(source.size()));
-        launch_programmatic(early_trigger_kernel, 32, stream, programmatic, sink.data());
+        launch_programmatic(early_trigger_kernel<int>, 32, stream, programmatic, sink.data());
         batch.enqueue(form, batch.params(y), xa, scratch, stream);
         CUDA_OK(cudaStreamSynchronize(stream));
         INFO(name(form) << ", repeat " << repeat);
@@ -190,7 +141,7 @@ TEST_SUITE("gpu") {
         CUDA_OK(cudaDeviceSynchronize());
         launch_programmatic(copy_kernel<T>, 256, stream, programmatic, y[0].data(),
                             static_cast<T const*>(good_y[0].data()), static_cast<int>(y[0].size()));
-        launch_programmatic(early_trigger_kernel, 32, stream, programmatic, sink.data());
+        launch_programmatic(early_trigger_kernel<int>, 32, stream, programmatic, sink.data());
         DeltaParams<T> params = batch.params(y);
         params.inputs_settled = true;
         batch.enqueue(form, params, xa, scratch, stream);

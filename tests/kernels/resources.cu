@@ -5,7 +5,10 @@
 #include "atlas/lora/kernels/delta.cuh"
 #include "atlas/lora/kernels/expert_delta.cuh"
 #include "atlas/lora/kernels/expert_plan.cuh"
+#include "atlas/lora/kernels/overlay_embed.cuh"
+#include "atlas/lora/kernels/overlay_head.cuh"
 #include "atlas/lora/kernels/pair_delta.cuh"
+#include "atlas/lora/kernels/row_diff.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
 
 namespace atlas_test {
@@ -23,6 +26,9 @@ void instantiate_all() {
   instantiate<SplitDelta<float>, SplitDelta<__half>, SplitDelta<__nv_bfloat16>>();
   instantiate<ExpertDelta<float>, ExpertDelta<__half>, ExpertDelta<__nv_bfloat16>, ExpertPlanning>();
   instantiate<PairDelta<__nv_bfloat16>, PairDelta<__nv_bfloat16, 16>, RowPlanning>();
+  instantiate<OverlayHead<float>, OverlayHead<__half>, OverlayHead<__nv_bfloat16>,
+              OverlayHead<__nv_bfloat16, float>>();
+  instantiate<OverlayEmbed<float>, OverlayEmbed<__nv_bfloat16>, RowDiff<float>, RowDiff<__nv_bfloat16>>();
 }
 
 }  // namespace atlas_test

@@ -89,8 +89,8 @@ std::vector<Fault> const faults{
      Errc::unsupported, "site 9"},
     {"a router", [](Adapter& a) { a.routers.push_back({.a = tensor(1, 9, 0, {1}), .b = {}, .bias = {}}); },
      Errc::unsupported, "site 9"},
-    {"token rows", [](Adapter& a) { a.overlay.push_back(tensor(1, 9, 0, {1})); }, Errc::unsupported,
-     "site 9"},
+    {"token rows", [](Adapter& a) { a.raw_overlay.head.table = tensor(1, 9, 0, {1}); }, Errc::unsupported,
+     "site 9.lora_A': token rows that build_overlay has not built"},
 };
 
 TEST_CASE("an adapter that a pool cannot hold is refused by name and costs nothing") {

@@ -31,16 +31,17 @@ enum class Errc : std::uint8_t {
   unmatched,       ///< a key without a module, a target without a tensor, an A without a B
   out_of_range,    ///< a number that does not fit: NaN or infinity, overflow on conversion, an id beyond its
                    ///< count
-  rank_exceeds_pool,   ///< an adapter's rank is larger than the pool's max_rank
-  pool_full,           ///< retryable: every slot that could be taken is leased
-  spare_busy,          ///< retryable: no spare physical slot is free until earlier work is done
-  expert_memory_busy,  ///< retryable: expert memory is held by leased slots
-  slot_busy,           ///< retryable: the slot has leases
-  stale,               ///< a key {slot, tenancy} whose tenant has gone
-  out_of_memory,       ///< host or device memory could not be had, or can never suffice
-  device,              ///< a device call failed; the message carries its name and code
-  capturing,           ///< not allowed while the stream is being captured
-  cancelled,           ///< the caller's own stop token said so
+  rank_exceeds_pool,    ///< an adapter's rank is larger than the pool's max_rank
+  pool_full,            ///< retryable: every slot that could be taken is leased
+  spare_busy,           ///< retryable: no spare physical slot is free until earlier work is done
+  expert_memory_busy,   ///< retryable: expert memory is held by leased slots
+  overlay_memory_busy,  ///< retryable: memory of token overlays is held by leased slots
+  slot_busy,            ///< retryable: the slot has leases
+  stale,                ///< a key {slot, tenancy} whose tenant has gone
+  out_of_memory,        ///< host or device memory could not be had, or can never suffice
+  device,               ///< a device call failed; the message carries its name and code
+  capturing,            ///< not allowed while the stream is being captured
+  cancelled,            ///< the caller's own stop token said so
 };
 
 /// The code's own spelling, for logs: `"bad_config"`. Never null.
@@ -60,6 +61,7 @@ enum class Errc : std::uint8_t {
     case Errc::pool_full: return "pool_full";
     case Errc::spare_busy: return "spare_busy";
     case Errc::expert_memory_busy: return "expert_memory_busy";
+    case Errc::overlay_memory_busy: return "overlay_memory_busy";
     case Errc::slot_busy: return "slot_busy";
     case Errc::stale: return "stale";
     case Errc::out_of_memory: return "out_of_memory";
@@ -73,7 +75,7 @@ enum class Errc : std::uint8_t {
 /// Whether the same call may succeed later without any change by the caller.
 [[nodiscard]] constexpr bool retryable(Errc code) noexcept {
   return code == Errc::pool_full || code == Errc::spare_busy || code == Errc::expert_memory_busy ||
-         code == Errc::slot_busy;
+         code == Errc::overlay_memory_busy || code == Errc::slot_busy;
 }
 
 /// An error with its words. `message` names the file, tensor, field or slot at fault; several faults of

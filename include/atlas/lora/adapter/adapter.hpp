@@ -61,6 +61,60 @@ struct RouterPair {
   std::optional<HostTensor> bias;  ///< `[num_experts]`
 };
 
+/// What a file says about the rows of one of a model's tables, the embedding or the head. A row replaces the
+/// table's; nothing is added to it.
+struct RawTokenTable {
+  std::optional<HostTensor> table;   ///< a whole table, `[vocab, hidden]`
+  std::optional<HostTensor> rows;    ///< `[ids, hidden]`: row i replaces the table's row `ids[i]`
+  std::vector<std::int64_t> ids;     ///< in the order of `rows`; in `[0, vocab)`, none twice
+  std::optional<HostTensor> lora_a;  ///< LoRA on the embedding: `[rank, vocab]`, or wider, the rest unused
+  std::optional<HostTensor> lora_b;  ///< `[hidden, rank]`
+  float lora_scale = 0.0F;           ///< as `AdapterPair::scale`
+
+  [[nodiscard]] bool empty() const noexcept { return !table && !rows && !lora_a; }
+  /// Calls `visit(tensor)` for every tensor.
+  template <class Visit>
+  void for_each(Visit const& visit) const {
+    for (auto const* const tensor : {&table, &rows, &lora_a, &lora_b}) {
+      if (*tensor) visit(**tensor);
+    }
+  }
+};
+
+/// Token rows as the file has them, which `build_overlay` turns into a `TokenOverlay`.
+struct RawOverlay {
+  RawTokenTable embedding;
+  RawTokenTable head;
+  std::int64_t rows_left_out = 0;  ///< rows beyond the vocabulary, which `clip_vocabulary` dropped
+
+  [[nodiscard]] bool empty() const noexcept { return embedding.empty() && head.empty(); }
+  template <class Visit>
+  void for_each(Visit const& visit) const {
+    embedding.for_each(visit);
+    head.for_each(visit);
+  }
+};
+
+/// Rows of a table that an adapter has of its own.
+struct OverrideRows {
+  std::vector<std::int32_t> ids;  ///< ascending, none twice
+  HostTensor rows;                ///< `[ids, hidden]`: what stands for row `ids[i]`
+
+  [[nodiscard]] bool empty() const noexcept { return ids.empty(); }
+};
+
+/// An adapter's own rows of the embedding and the head of a model of `vocab` tokens.
+struct TokenOverlay {
+  OverrideRows embedding;
+  OverrideRows head;
+  bool head_is_embedding =
+      false;  ///< the head is the embedding: it takes the embedding's rows, `head` is empty
+  std::int64_t vocab = 0;
+  std::int64_t hidden = 0;
+
+  [[nodiscard]] bool empty() const noexcept { return embedding.empty() && head.empty(); }
+};
+
 /// A content digest: XXH3-128 over what the adapter does (names, shapes, bytes, scales, load options).
 struct Digest {
   std::uint64_t low = 0;
@@ -74,9 +128,9 @@ struct Adapter {
   std::vector<AdapterPair> pairs;
   std::vector<RouterPair> routers;  ///< ascending by layer
   std::vector<ExpertPair> experts;  ///< ascending by layer, expert and linear
-  /// Tensors of token rows, which are recognised and which `AdapterPool` does not serve. A pool refuses an
-  /// adapter that has any, by name, unless told to leave them out.
-  std::vector<HostTensor> overlay;
+  RawOverlay raw_overlay;     ///< token rows that are not built yet, which a pool refuses by name unless
+                              ///< told to leave them out
+  TokenOverlay overlay;       ///< token rows that `build_overlay` has built
   std::int32_t max_rank = 0;  ///< largest rank among all pairs; 0 when there are none
   /// Linears, routers, experts' linears and fused parameters that the files name, each once.
   std::int64_t modules_present = 0;

@@ -24,6 +24,7 @@
 #include "atlas/lora/adapter/peft_config.hpp"
 #include "atlas/lora/adapter/safetensors.hpp"
 #include "atlas/lora/adapter/tensor_name.hpp"
+#include "atlas/lora/adapter/token_table.hpp"
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/status.hpp"
@@ -51,10 +52,24 @@ struct PairTensors {
   FusedParameter parameter = FusedParameter::down;  // of fused experts: which one it changes
 };
 
+/// The tensors of one of the model's tables; null where the file has none.
+struct TableTensors {
+  std::string path;  // in the base model, as the file has it
+  TensorInfo const* table = nullptr;
+  TensorInfo const* rows = nullptr;
+  TensorInfo const* lora_a = nullptr;
+  TensorInfo const* lora_b = nullptr;
+  std::vector<std::int64_t> ids;  // of `rows`
+
+  [[nodiscard]] bool empty() const noexcept {
+    return table == nullptr && rows == nullptr && lora_a == nullptr && lora_b == nullptr;
+  }
+};
+
 /// What an adapter consists of. Pointers are into the list of tensors that was audited.
 struct AuditedParts {
   std::map<PairPlace, PairTensors> pairs;
-  std::vector<TensorInfo const*> overlay;
+  TableTensors embedding, head;
   std::vector<std::string> pair_paths;  // of every pair's tensors, also those that the model has no place for
   std::vector<std::string> table_paths;  // of every embedding's and head's tensors, in the file and renamed
   std::int64_t modules_present = 0;
@@ -82,13 +97,14 @@ class Audit {
     parts_.modules_present = std::ssize(parts_.pairs);
     for (auto& [place, pair] : parts_.pairs) check_pair(place, pair);
     settle_axes();
+    for (TableTensors const* const table : {&parts_.embedding, &parts_.head}) check_table(*table);
     if (!unmatched_.empty() && !options_.lenient) {
       fault(Errc::unmatched, std::to_string(parts_.modules_present) + " of " +
                                  std::to_string(parts_.modules_present + std::ssize(unmatched_)) +
                                  " modules of the adapter are in the model");
     }
     parts_.modules_present += std::ssize(unmatched_);
-    if (parts_.pairs.empty() && parts_.overlay.empty() && faults_.empty()) {
+    if (parts_.pairs.empty() && parts_.embedding.empty() && parts_.head.empty() && faults_.empty()) {
       fault(Errc::unmatched, "no tensor of the adapter belongs to the model");
     }
     return std::move(parts_);
@@ -111,7 +127,12 @@ class Audit {
       case TensorKind::embedding_a:
       case TensorKind::embedding_b:
         parts_.pair_paths.push_back(name.path);
-        fault(Errc::unsupported, tensor, "LoRA on an embedding is not served");
+        if (name.part == ModelPart::embedding && name.reason.empty()) {
+          sort_embedding_pair(tensor, name);
+        } else {
+          fault(Errc::unmatched, tensor,
+                name.reason.empty() ? "names no embedding of the model" : name.reason);
+        }
         return;
       case TensorKind::token_rows:
       case TensorKind::token_base:
@@ -279,20 +300,55 @@ class Audit {
     parts_.table_paths.push_back(name.path);
     parts_.table_paths.push_back(renamed(name.path, options_.prefix_map));
     std::int64_t const hidden = shape_.hidden() > 0 ? shape_.hidden() : any;
-    std::int64_t const vocab = shape_.vocab() > 0 ? shape_.vocab() : any;
     bool const rows_only = name.kind == TensorKind::token_rows;
-    bool const fits =
-        check_shape(tensor, {rows_only ? any : vocab, hidden}, rows_only ? "ids, hidden" : "vocab, hidden");
+    bool const fits = check_shape(tensor, {rows_only ? any : vocab_of(tensor, 0), hidden},
+                                  rows_only ? "ids, hidden" : "vocab, hidden");
     if (name.kind == TensorKind::base_copy) {
       parts_.warnings.push_back("tensor '" + printable(tensor.name) +
                                 "' is a copy of the base model's table and is left out");
       return;
     }
-    if (rows_only && fits && config_ != nullptr) check_token_rows(tensor, name);
-    parts_.overlay.push_back(&tensor);
+    TableTensors& table = name.part == ModelPart::head ? parts_.head : parts_.embedding;
+    put(rows_only ? table.rows : table.table, tensor, name, table);
+    if (rows_only && fits && config_ != nullptr) check_token_rows(tensor, name, table);
   }
 
-  void check_token_rows(TensorInfo const& tensor, TensorName const& name) {
+  void sort_embedding_pair(TensorInfo const& tensor, TensorName const& name) {
+    bool const is_a = name.kind == TensorKind::embedding_a;
+    TableTensors& table = parts_.embedding;
+    put(is_a ? table.lora_a : table.lora_b, tensor, name, table);
+    std::int64_t const hidden = shape_.hidden() > 0 ? shape_.hidden() : any;
+    if (is_a) {
+      check_shape(tensor, {any, vocab_of(tensor, 1)}, "rank, vocab");
+    } else {
+      check_shape(tensor, {hidden, any}, "hidden, rank");
+    }
+  }
+
+  // How many tokens extent `dimension` of a tensor must have: the model's, or more where the rest is left
+  // out.
+  [[nodiscard]] std::int64_t vocab_of(TensorInfo const& tensor, std::size_t dimension) const {
+    std::int64_t const vocab = shape_.vocab();
+    if (vocab == 0) return any;
+    bool const larger = tensor.shape.size() > dimension && tensor.shape[dimension] > vocab;
+    return larger && options_.clip_vocabulary ? any : vocab;
+  }
+
+  // A table under two paths, or saved in two ways, is two tables, of which a model has one.
+  void put(TensorInfo const*& member, TensorInfo const& tensor, TensorName const& name, TableTensors& table) {
+    if (table.path.empty()) table.path = name.path;
+    if (member != nullptr) {
+      fault(Errc::unmatched, tensor, "is the same table as '" + printable(member->name) + "'");
+    } else if (table.path != name.path) {
+      fault(Errc::unmatched, tensor,
+            "is of '" + printable(name.path) + "', other tensors of the table are of '" +
+                printable(table.path) + "'");
+    } else {
+      member = &tensor;
+    }
+  }
+
+  void check_token_rows(TensorInfo const& tensor, TensorName const& name, TableTensors& table) {
     for (TokenRows const& rows : config_->trainable_tokens) {
       std::string const in_model = renamed(name.path, options_.prefix_map);
       if (!ends_in_name(name.path, rows.module) && !ends_in_name(in_model, rows.module) &&
@@ -304,9 +360,40 @@ class Audit {
               "has " + std::to_string(tensor.shape[0]) + " rows, trainable_token_indices has " +
                   std::to_string(rows.ids.size()) + " ids");
       }
+      table.ids = rows.ids;
       return;
     }
     fault(Errc::unmatched, tensor, "has no ids in trainable_token_indices");
+  }
+
+  void check_table(TableTensors const& table) {
+    if (table.table != nullptr && table.table->shape.size() == 2) {
+      auto const bad = known_ids(table.ids, table.table->shape[0], shape_.vocab()).bad;
+      if (bad) {
+        fault(Errc::out_of_range, *table.table,
+              "has no row " + std::to_string(*bad) + ", which trainable_token_indices names");
+      }
+    }
+    if ((table.lora_a == nullptr) != (table.lora_b == nullptr)) {
+      bool const lacks_a = table.lora_a == nullptr;
+      fault(Errc::unmatched, lacks_a ? *table.lora_b : *table.lora_a,
+            lacks_a ? "has no lora_embedding_A" : "has no lora_embedding_B");
+    }
+    if (table.lora_a == nullptr || table.lora_b == nullptr) return;
+    if (table.table != nullptr || table.rows != nullptr) {
+      fault(Errc::unsupported, *table.lora_a, "LoRA on a table whose rows the adapter also replaces");
+    }
+    if (table.lora_a->shape.size() != 2 || table.lora_b->shape.size() != 2) return;
+    std::int64_t const rank = table.lora_a->shape[0];
+    if (table.lora_b->shape[1] != rank) {
+      fault(Errc::shape_mismatch, *table.lora_b,
+            "is of rank " + std::to_string(table.lora_b->shape[1]) + ", its lora_embedding_A of rank " +
+                std::to_string(rank));
+    } else if (config_ != nullptr && config_->rank_of(table.path) != rank) {
+      fault(Errc::shape_mismatch, *table.lora_a,
+            "is of rank " + std::to_string(rank) + ", the configuration gives " +
+                std::to_string(config_->rank_of(table.path)));
+    }
   }
 
   static constexpr std::int64_t any = -1;

@@ -98,7 +98,7 @@ class Coverage {
                "'" + printable(rows.module) + "' has no tensor in the file");
       }
       for (std::int64_t const id : rows.ids) {
-        if (shape_.vocab() == 0 || id < shape_.vocab()) continue;
+        if (shape_.vocab() == 0 || id < shape_.vocab() || options_.clip_vocabulary) continue;
         refuse(
             Errc::out_of_range, "trainable_token_indices",
             "token " + std::to_string(id) + " is beyond the vocabulary of " + std::to_string(shape_.vocab()));

@@ -62,9 +62,11 @@ class AdapterLoader {
     adapter_.modules_present = parts.modules_present;
     for (auto const& [place, pair] : parts.pairs) read_pair(*file, place, pair, parts.older_axes);
     sort_experts();
-    for (TensorInfo const* const tensor : parts.overlay) read_into(adapter_.overlay, *file, tensor);
+    read_table(*file, parts.embedding, adapter_.raw_overlay.embedding);
+    read_table(*file, parts.head, adapter_.raw_overlay.head);
     if (!faults_.empty()) return faults_.failure();
     adapter_.modules_applied = std::ssize(parts.pairs);
+    clip_vocabulary();
     warn_of_zero_scales();
     adapter_.digest = digest();
     adapter_.model = shape_.fingerprint();
@@ -104,11 +106,6 @@ class AdapterLoader {
       return std::nullopt;
     }
     return std::move(*tensor);
-  }
-
-  void read_into(std::vector<HostTensor>& list, SafetensorsFile const& file, TensorInfo const* info) {
-    if (info == nullptr) return;
-    if (auto tensor = read(file, *info)) list.push_back(std::move(*tensor));
   }
 
   void read_pair(SafetensorsFile const& file, PairPlace const& place, PairTensors const& pair,
@@ -162,6 +159,27 @@ class AdapterLoader {
     }
   }
 
+  void read_table(SafetensorsFile const& file, TableTensors const& tensors, RawTokenTable& raw) {
+    if (tensors.empty()) return;
+    for (auto const& [info, member] :
+         {std::pair(tensors.table, &raw.table), std::pair(tensors.rows, &raw.rows),
+          std::pair(tensors.lora_a, &raw.lora_a), std::pair(tensors.lora_b, &raw.lora_b)}) {
+      if (info != nullptr) *member = read(file, *info);
+    }
+    raw.ids = tensors.ids;
+    if (tensors.lora_a != nullptr) raw.lora_scale = config_.scale_of(tensors.path);
+  }
+
+  void clip_vocabulary() {
+    RawOverlay& raw = adapter_.raw_overlay;
+    if (!options_.clip_vocabulary || shape_.vocab() == 0) return;
+    raw.rows_left_out = clip_table(raw.embedding, shape_.vocab()) + clip_table(raw.head, shape_.vocab());
+    if (raw.rows_left_out == 0) return;
+    adapter_.warnings.push_back(tensors_path_ + ": " + std::to_string(raw.rows_left_out) +
+                                " token rows beyond the vocabulary of " + std::to_string(shape_.vocab()) +
+                                " are left out");
+  }
+
   void warn_of_zero_scales() {
     auto const zeros_of = [](auto const& pairs) {
       return std::count_if(pairs.begin(), pairs.end(), [](auto const& pair) { return pair.scale == 0.0F; });
@@ -187,6 +205,7 @@ class AdapterLoader {
     DigestStream stream;
     stream.add(options_.lenient);
     stream.add(options_.base_is_converted);
+    stream.add(options_.clip_vocabulary);
     stream.add(options_.keep_non_finite);
     stream.add(std::string_view(options_.model_prefix));
     stream.add(static_cast<std::uint64_t>(options_.prefix_map.size()));
@@ -213,16 +232,14 @@ class AdapterLoader {
       stream.add(pair.linear);
       add_weights(stream, pair);
     }
-    stream.add(static_cast<std::uint64_t>(adapter_.overlay.size()));
-    for (HostTensor const& tensor : adapter_.overlay) {
-      stream.add(std::string_view(tensor.name));
-      stream.add(tensor);
-    }
-    stream.add(config_.ensure_weight_tying);
-    for (TokenRows const& rows : config_.trainable_tokens) {
-      stream.add(std::string_view(rows.module));
-      stream.add(static_cast<std::uint64_t>(rows.ids.size()));
-      for (std::int64_t const id : rows.ids) stream.add(id);
+    for (RawTokenTable const* const table : {&adapter_.raw_overlay.embedding, &adapter_.raw_overlay.head}) {
+      for (auto const* const tensor : {&table->table, &table->rows, &table->lora_a, &table->lora_b}) {
+        stream.add(tensor->has_value());
+        if (*tensor) stream.add(**tensor);
+      }
+      stream.add(table->lora_scale);
+      stream.add(static_cast<std::uint64_t>(table->ids.size()));
+      for (std::int64_t const id : table->ids) stream.add(id);
     }
     return stream.digest();
   }

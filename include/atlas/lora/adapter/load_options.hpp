@@ -34,6 +34,9 @@ struct LoadOptions {
   /// The base model is the one that the adapter's initialisation (PiSSA, OLoRA, LoftQ, CorDA, LoRA-GA) left
   /// behind.
   bool base_is_converted = false;
+  /// Use what an adapter of a larger vocabulary says about the model's own tokens, and leave out its rows
+  /// beyond the model's vocabulary, counted in `RawOverlay::rows_left_out`. They are errors otherwise.
+  bool clip_vocabulary = false;
   /// Accept NaN and infinity among the weights.
   bool keep_non_finite = false;
   /// The path of the model's part that holds the layers (`"model.language_model"`). Keys under another path

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -75,13 +76,13 @@ struct HostTierSnapshot {
   friend bool operator==(HostTierSnapshot const&, HostTierSnapshot const&) = default;
 };
 
-/// Adapters by name, packed for pools of one model and element type, experts and routers too, in one arena of
-/// pinned memory. What was
-/// asked for longest ago leaves first; what somebody holds does not leave. However many callers ask for a
-/// name at one time, it is read once, on the thread of the first, and all get that result or that error; an
-/// error is not kept. A caller that cancels ends its own wait alone: when it is the one that reads, another
-/// that waits reads instead. What the reader gives lies in ordinary memory until it is packed.
-/// Every function may be called from any thread; the tier has no threads of its own and outlives all calls.
+/// Adapters by name, packed for pools of one model and element type, experts, routers and token rows too, in
+/// one arena of pinned memory. What was asked for longest ago leaves first; what somebody holds does not
+/// leave. However many callers ask for a name at one time, it is read once, on the thread of the first, and
+/// all get that result or that error; an error is not kept. A caller that cancels ends its own wait alone:
+/// when it is the one that reads, another that waits reads instead. What the reader gives lies in ordinary
+/// memory until it is packed. Every function may be called from any thread; the tier has no threads of its
+/// own and outlives all calls.
 template <Element T, AdapterReader R>
 class HostTier {
  public:
@@ -89,7 +90,7 @@ class HostTier {
   using Content = std::shared_ptr<PackedAdapter<T> const>;
 
   /// A tier that has the whole of `arena`, which nobody else may take from. `packing` is how all adapters are
-  /// packed; experts and routers are kept wherever the model has them, whatever the pools serve.
+  /// packed; experts, routers and token rows are kept wherever the model has them, whatever the pools serve.
   HostTier(ModelShape shape, PinnedArena arena, R reader, PackOptions const& packing = {})
       : shape_(std::move(shape)), arena_(std::move(arena)), reader_(std::move(reader)), packing_(packing) {}
   HostTier(HostTier const&) = delete;
@@ -200,8 +201,9 @@ class HostTier {
 
   Result<Content> read_and_pack(std::string_view name, std::stop_token const& stop) {
     auto const adapter = reader_(name, stop);
-    auto outline = adapter ? detail::checked_outline<T>(name, *adapter, shape_, largest_pool_rank, true,
-                                                        shape_.moe().num_experts > 0, packing_)
+    detail::PoolRoom const any{largest_pool_rank, true, shape_.moe().num_experts > 0,
+                               std::numeric_limits<std::size_t>::max()};
+    auto outline = adapter ? detail::checked_outline<T>(name, *adapter, shape_, any, packing_)
                            : Result<PackedOutline>(cuda::std::unexpected<Error>(adapter.error()));
     if (!outline) return failed(outline.error());
     auto blocks = make_room(name, outline->bytes);

@@ -15,8 +15,10 @@
 #include "atlas/lora/pool/expert_layout.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/load_lanes.hpp"
+#include "atlas/lora/pool/overlay_layout.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/expert_table.hpp"
+#include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -34,6 +36,10 @@ struct PoolOptions {
   bool biases = false;         ///< whether room is kept for a bias of every linear
   /// For the experts and routers of all adapters together (see `expert_bytes_needed`); 0: none are served.
   std::size_t expert_bytes = 0;
+  /// Device memory for the token overlays of all adapters that are in the pool at one time; 0 for a pool that
+  /// serves none. An adapter with rows of the embedding takes 4 bytes a token of the vocabulary and
+  /// `hidden` elements a row.
+  std::size_t overlay_bytes = 0;
 
   friend bool operator==(PoolOptions const&, PoolOptions const&) = default;
 };
@@ -49,9 +55,9 @@ struct MemoryNeeded {
 namespace detail {
 
 /// The parts of a pool's two allocations. Device: physical slots, their bias regions, records `[max_slots]`,
-/// memory for experts. A record is `[sites]` cells, `[layers with experts]` routers' cells, and as many
-/// expert indexes. Pinned: a record image for each slot, and staging of one site, expert's linear or layer's
-/// cells for each load lane.
+/// memory for experts, memory for overlays. A record is `[sites]` cells, `[layers with experts]` routers'
+/// cells and as many expert indexes, and an overlay cell. Pinned: a record image for each slot, and for each
+/// load lane staging of one site, expert's linear, layer's cells or part of an overlay.
 struct PoolMemory {
   SlotLayout layout;
   std::size_t bias_stride = 0;  ///< bytes between bias regions; 0 without biases
@@ -63,6 +69,8 @@ struct PoolMemory {
   std::size_t biases_offset = 0;
   std::size_t records_offset = 0;
   std::size_t experts_offset = 0;
+  std::size_t overlay_cell_offset = 0;  ///< within a record; a multiple of 16
+  std::size_t overlays_offset = 0;
   std::size_t staging_offset = 0;
   std::size_t staging_stride = 0;  ///< bytes between the stagings of two lanes
   MemoryNeeded needed;
@@ -83,18 +91,26 @@ struct PoolMemory {
     memory.bias_stride = options.biases ? memory.layout.bias_bytes() : 0;
     memory.record_bytes = memory.layout.sites() * sizeof(RouteCell<float>);
     if (options.expert_bytes > 0) memory.add_experts(shape.moe(), element_bytes);
+    std::size_t staged = std::max(memory.layout.largest_site_bytes(), memory.largest_expert_block);
+    if (options.overlay_bytes > 0) {
+      memory.add_overlay_cell();
+      auto const row = multiply_add(static_cast<std::size_t>(shape.hidden()), element_bytes, 0);
+      if (!row) return fail(Errc::out_of_range, "pool: needs 2^63 bytes or more");
+      staged = std::max({staged, *row, std::min(options.overlay_bytes, most_overlay_staging)});
+    }
     auto const biases = after(0, places, memory.layout.slot_bytes());
     auto const records = biases ? after(*biases, places, memory.bias_stride) : biases;
     auto const experts = records ? after(*records, slots, memory.record_bytes) : records;
-    auto const device = experts ? after(*experts, 1, options.expert_bytes) : experts;
+    auto const overlays = experts ? after(*experts, 1, options.expert_bytes) : experts;
+    auto const device = overlays ? after(*overlays, 1, options.overlay_bytes) : overlays;
     auto const staging = after(0, slots, memory.record_bytes);
-    auto const stride =
-        after(0, 1, std::max(memory.layout.largest_site_bytes(), memory.largest_expert_block));
+    auto const stride = after(0, 1, staged);
     auto const pinned = staging && stride ? after(*staging, loads_at_once, *stride) : std::nullopt;
     if (!device || !pinned) return fail(Errc::out_of_range, "pool: needs 2^63 bytes or more");
     memory.biases_offset = *biases;
     memory.records_offset = *records;
     memory.experts_offset = *experts;
+    memory.overlays_offset = *overlays;
     memory.staging_offset = *staging;
     memory.staging_stride = *stride;
     memory.needed = MemoryNeeded{*device, *pinned};
@@ -108,6 +124,11 @@ struct PoolMemory {
     indexes_in_record = routers_in_record + moe.layers.size() * sizeof(RouteCell<float>);
     expert_index_stride = expert_index_bytes(moe.num_experts);
     record_bytes = indexes_in_record + moe.layers.size() * expert_index_stride;
+  }
+
+  void add_overlay_cell() {
+    overlay_cell_offset = aligned_up(record_bytes, alignof(OverlayCell<float>));
+    record_bytes = overlay_cell_offset + sizeof(OverlayCell<float>);
   }
 
   // Where the next part begins: behind `count` times `bytes`, aligned as allocations are.
@@ -129,6 +150,9 @@ struct PoolMemory {
     }
     if (options.expert_bytes > 0 && shape.moe().num_experts == 0) {
       return "expert_bytes is " + std::to_string(options.expert_bytes) + ", but the model has no experts";
+    }
+    if (options.overlay_bytes > 0 && (shape.vocab() < 1 || shape.hidden() < 1)) {
+      return "overlay_bytes for a model of no known vocabulary";
     }
     return {};
   }

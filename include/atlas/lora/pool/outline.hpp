@@ -15,14 +15,15 @@
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/model/module.hpp"
 #include "atlas/lora/pool/layout.hpp"
+#include "atlas/lora/pool/overlay_layout.hpp"
 #include "atlas/lora/status.hpp"
 
 namespace atlas::lora::inline v0 {
 
 /// What an adapter is turned into.
 struct PackOptions {
-  /// Take an adapter that also has parts which are not served without them: token rows, and experts and
-  /// routers in a pool without memory for them.
+  /// Take an adapter that also has parts which are not served without them: token rows that are not built or
+  /// that a pool has no memory for, and experts and routers likewise.
   bool leave_out_unserved = false;
   ConversionPolicy conversion{};
 };
@@ -67,7 +68,8 @@ struct PackedOutline {
   std::vector<PackedPair> pairs;      ///< in site order, none of rank 0
   std::vector<PackedRouter> routers;  ///< all of the adapter's or, where none are served, nothing
   std::vector<PackedExpert> experts;  ///< likewise
-  std::size_t bytes = 0;              ///< of all pairs
+  PackedOverlay overlay;              ///< likewise
+  std::size_t bytes = 0;              ///< of all pairs and the overlay
   std::int32_t max_rank = 0;          ///< of the pairs; 0 when there are none
   Digest digest;  ///< of the adapter as it is applied: its own, and what it was told on packing
   Digest source;  ///< the adapter's own
@@ -119,10 +121,11 @@ template <class Pair>
   return extent;
 }
 
-/// The outline of a checked adapter, with its experts and routers where those are served.
+/// The outline of a checked adapter, with its experts and routers, and its token rows, where those are
+/// served.
 [[nodiscard]] inline PackedOutline outline_of(Adapter const& adapter, ModelShape const& shape,
                                               std::size_t element_bytes, PackOptions const& options,
-                                              bool experts) {
+                                              bool experts, bool overlays = false) {
   PackedOutline outline;
   outline.source = adapter.digest;
   outline.packing = options;
@@ -139,29 +142,17 @@ template <class Pair>
   add(adapter.pairs, outline.pairs, [](AdapterPair const& pair, PackedLinear const& packed) {
     return PackedPair{packed, pair.site};
   });
-  if (!experts) return outline;
-  add(adapter.routers, outline.routers, [](RouterPair const& pair, PackedLinear const& packed) {
-    return PackedRouter{packed, pair.layer};
-  });
-  add(adapter.experts, outline.experts, [](ExpertPair const& pair, PackedLinear const& packed) {
-    return PackedExpert{packed, pair.layer, pair.expert, pair.linear, pair.shares_a};
-  });
+  if (experts) {
+    add(adapter.routers, outline.routers, [](RouterPair const& pair, PackedLinear const& packed) {
+      return PackedRouter{packed, pair.layer};
+    });
+    add(adapter.experts, outline.experts, [](ExpertPair const& pair, PackedLinear const& packed) {
+      return PackedExpert{packed, pair.layer, pair.expert, pair.linear, pair.shares_a};
+    });
+  }
+  outline.overlay = packed_overlay(overlays ? adapter.overlay : TokenOverlay(), element_bytes, outline.bytes);
+  outline.bytes += outline.overlay.bytes;
   return outline;
-}
-
-/// The outline of the same content without experts and routers, as it would have been packed.
-[[nodiscard]] inline PackedOutline without_experts(PackedOutline const& whole) {
-  PackedOutline dense;
-  dense.pairs = whole.pairs;
-  dense.source = whole.source;
-  dense.packing = whole.packing;
-  dense.packing.leave_out_unserved = true;
-  dense.digest = applied_digest(dense.source, dense.packing);
-  dense.bytes = whole.bytes;
-  if (!whole.experts.empty()) dense.bytes = whole.experts.front().offset;
-  if (!whole.routers.empty()) dense.bytes = whole.routers.front().offset;
-  for (PackedPair const& pair : dense.pairs) dense.max_rank = std::max(dense.max_rank, pair.rank);
-  return dense;
 }
 
 /// Calls `body(packed)`, which gives a `Result<void>`, for each pair in order until one does not succeed;
@@ -176,6 +167,34 @@ template <class Body>
   all(outline.routers);
   all(outline.experts);
   return outcome;
+}
+
+/// The outline of the same content with its experts and routers, and its token rows, only where those are
+/// served, as it would have been packed.
+[[nodiscard]] inline PackedOutline served_part(PackedOutline const& whole, bool experts, bool overlays) {
+  PackedOutline part;
+  part.pairs = whole.pairs;
+  part.source = whole.source;
+  part.packing = whole.packing;
+  part.packing.leave_out_unserved = true;
+  part.digest = applied_digest(part.source, part.packing);
+  part.bytes = whole.overlay.offset;
+  if (experts) {
+    part.routers = whole.routers;
+    part.experts = whole.experts;
+  } else {
+    if (!whole.experts.empty()) part.bytes = whole.experts.front().offset;
+    if (!whole.routers.empty()) part.bytes = whole.routers.front().offset;
+  }
+  if (overlays) {
+    part.overlay = whole.overlay;
+    part.bytes += whole.overlay.bytes;
+  }
+  static_cast<void>(for_each_pair(part, [&](PackedLinear const& pair) {
+    part.max_rank = std::max(part.max_rank, pair.rank);
+    return Result<void>();
+  }));
+  return part;
 }
 
 /// The pair of the adapter that a packed one comes from.

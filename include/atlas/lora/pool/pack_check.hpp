@@ -137,11 +137,11 @@ inline void check_experts(Adapter const& adapter, ModelShape const& shape, std::
   }
 }
 
-/// Whether a pool for `shape` can hold the adapter; every fault is named. `experts`: the pool has memory for
-/// experts and routers. Errors: `invalid_argument` for no digest, a negative rank, a place twice or out of
-/// order; `not_found` for a place that the model does not have; `rank_exceeds_pool`; `shape_mismatch`, for
-/// an adapter of another model too; `out_of_range` for a scale that is not finite; `unsupported` for tensors
-/// that the pool does not serve.
+/// Whether a pool for `shape` can hold the adapter, its token rows aside; every fault is named. `experts`:
+/// the pool has memory for experts and routers. Errors: `invalid_argument` for no digest, a negative rank, a
+/// place twice or out of order; `not_found` for a place that the model does not have; `rank_exceeds_pool`;
+/// `shape_mismatch`, for an adapter of another model too; `out_of_range` for a scale that is not finite;
+/// `unsupported` for tensors that the pool does not serve.
 [[nodiscard]] inline Result<void> check_adapter(std::string_view name, Adapter const& adapter,
                                                 ModelShape const& shape, std::int32_t max_rank, bool biases,
                                                 bool leave_out_unserved, bool experts = false) {
@@ -177,11 +177,6 @@ inline void check_experts(Adapter const& adapter, ModelShape const& shape, std::
     };
     refuse(adapter.routers);
     refuse(adapter.experts);
-  }
-  if (!leave_out_unserved) {
-    for (HostTensor const& tensor : adapter.overlay) {
-      faults.add(Errc::unsupported, "tensor '" + tensor.name + "': a pool does not serve token rows");
-    }
   }
   return faults.outcome();
 }

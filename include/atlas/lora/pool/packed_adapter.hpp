@@ -18,6 +18,8 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/outline.hpp"
+#include "atlas/lora/pool/overlay_memory.hpp"
+#include "atlas/lora/pool/overlay_pack.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/pack_check.hpp"
 #include "atlas/lora/pool/pinned_arena.hpp"
@@ -25,8 +27,8 @@
 
 namespace atlas::lora::inline v0 {
 
-/// An audited adapter, its experts and routers too, converted to element type T and packed for one model.
-/// Immutable and move-only; may be read by several threads.
+/// An audited adapter, its experts, routers and token rows too, converted to element type T and packed for
+/// one model. Immutable and move-only; may be read by several threads.
 template <Element T>
 class PackedAdapter {
  public:
@@ -51,6 +53,10 @@ class PackedAdapter {
       return {};
     });
     if (!done) return cuda::std::unexpected<Error>(done.error());
+    if (packed.outline_.overlay.bytes == 0) return packed;
+    auto const counts = packed.pack_overlay(adapter.overlay, policy);
+    if (!counts) return cuda::std::unexpected<Error>(counts.error());
+    detail::add_counts(packed.counts_, *counts);
     return packed;
   }
 
@@ -66,6 +72,17 @@ class PackedAdapter {
  private:
   PackedAdapter() = default;
 
+  Result<ConversionCounts> pack_overlay(TokenOverlay const& overlay, ConversionPolicy policy) {
+    std::vector<std::byte> staging(detail::overlay_staging_bytes(outline_.overlay, sizeof(T)));
+    detail::OverlayPacker<T> const packer{staging, policy};
+    return packer.pack(
+        overlay, [] { return Result<void>(); },
+        [&](std::size_t offset, std::size_t bytes) {
+          blocks_.write(outline_.overlay.offset + offset, staging.data(), bytes);
+          return Result<void>();
+        });
+  }
+
   PackedOutline outline_;
   PinnedBlocks blocks_;
   std::uint64_t model_ = 0;
@@ -74,49 +91,68 @@ class PackedAdapter {
 
 namespace detail {
 
-/// What an adapter is once packed, if a pool for `shape` can hold it. `experts`: the pool has memory for
-/// experts and routers. Errors: those of `check_adapter`.
+/// What a pool has room for, or what one could have.
+struct PoolRoom {
+  std::int32_t max_rank = 0;
+  bool biases = false;
+  bool experts = false;           ///< memory for experts and routers
+  std::size_t overlay_bytes = 0;  ///< for the token rows of all adapters
+};
+
+/// What an adapter is once packed, if a pool for `shape` can hold it. Errors: those of `check_adapter` and
+/// `check_overlay`, all at once.
 template <Element T>
 [[nodiscard]] Result<PackedOutline> checked_outline(std::string_view name, Adapter const& adapter,
-                                                    ModelShape const& shape, std::int32_t max_rank,
-                                                    bool biases, bool experts, PackOptions const& options) {
-  auto const checked =
-      check_adapter(name, adapter, shape, max_rank, biases, options.leave_out_unserved, experts);
-  if (!checked) return cuda::std::unexpected<Error>(checked.error());
-  return outline_of(adapter, shape, sizeof(T), options, experts);
+                                                    ModelShape const& shape, PoolRoom const& room,
+                                                    PackOptions const& options) {
+  auto const pairs = check_adapter(name, adapter, shape, room.max_rank, room.biases,
+                                   options.leave_out_unserved, room.experts);
+  auto const rows =
+      check_overlay(name, adapter, shape, room.overlay_bytes, sizeof(T), options.leave_out_unserved);
+  if (!pairs && !rows) return fail(pairs.error().code, pairs.error().message + '\n' + rows.error().message);
+  if (!pairs || !rows) return cuda::std::unexpected<Error>(pairs ? rows.error() : pairs.error());
+  return outline_of(adapter, shape, sizeof(T), options, room.experts, room.overlay_bytes > 0);
 }
 
 /// The same of one that is packed. Errors: `shape_mismatch` when it is packed for another model;
-/// `rank_exceeds_pool`; `unsupported` for a bias, or experts and routers, that the pool has no room for.
+/// `rank_exceeds_pool`; `unsupported` for a bias, experts and routers, or token rows, that the pool has no
+/// room for; `out_of_memory` for token rows that can never fit.
 template <Element T>
 [[nodiscard]] Result<PackedOutline> checked_outline(std::string_view name, PackedAdapter<T> const& adapter,
-                                                    ModelShape const& shape, std::int32_t max_rank,
-                                                    bool biases, bool experts, PackOptions const& options) {
+                                                    ModelShape const& shape, PoolRoom const& room,
+                                                    PackOptions const& options) {
   if (adapter.model() != shape.fingerprint()) return cuda::std::unexpected<Error>(other_model(name));
   PackFaults faults(name);
   PackedOutline const& whole = adapter.outline();
   for (PackedPair const& pair : whole.pairs) {
-    check_room(place_of(pair, shape), pair.rank, max_rank, faults);
-    if (pair.extent.bias > 0 && !biases) {
+    check_room(place_of(pair, shape), pair.rank, room.max_rank, faults);
+    if (pair.extent.bias > 0 && !room.biases) {
       faults.add(Errc::unsupported, place_of(pair, shape) + "the pool was made without biases");
     }
   }
+  bool const may_leave_out = options.leave_out_unserved || whole.packing.leave_out_unserved;
   std::size_t const others = whole.routers.size() + whole.experts.size();
-  bool const leaves_out = !experts && (options.leave_out_unserved || whole.packing.leave_out_unserved);
-  if (experts) {
+  bool const overlays = room.overlay_bytes > 0;
+  if (room.experts) {
     for (PackedRouter const& pair : whole.routers) {
-      check_room(place_of(pair, shape), pair.rank, max_rank, faults);
+      check_room(place_of(pair, shape), pair.rank, room.max_rank, faults);
     }
     for (PackedExpert const& pair : whole.experts) {
-      check_room(place_of(pair, shape), pair.rank, max_rank, faults);
+      check_room(place_of(pair, shape), pair.rank, room.max_rank, faults);
     }
-  } else if (others > 0 && !leaves_out) {
+  } else if (others > 0 && !may_leave_out) {
     faults.add(Errc::unsupported, std::to_string(others) +
                                       " pairs of experts and routers: the pool was made without memory for "
                                       "experts");
   }
+  if (overlays) {
+    check_overlay_room(whole.overlay.bytes, room.overlay_bytes, faults);
+  } else if (whole.overlay.bytes > 0 && !may_leave_out) {
+    faults.add(Errc::unsupported, "token rows: the pool was made without token overlays");
+  }
   if (auto const fits = faults.outcome(); !fits) return cuda::std::unexpected<Error>(fits.error());
-  return leaves_out && others > 0 ? without_experts(whole) : whole;
+  bool const is_served = (room.experts || others == 0) && (overlays || whole.overlay.bytes == 0);
+  return is_served ? whole : served_part(whole, room.experts, overlays);
 }
 
 }  // namespace detail

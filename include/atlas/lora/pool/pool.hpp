@@ -21,17 +21,18 @@
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/expert_layout.hpp"
-#include "atlas/lora/pool/expert_memory.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/pool_state.hpp"
+#include "atlas/lora/pool/reserve.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/expert_table.hpp"
+#include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -43,9 +44,10 @@ struct Staged {
   ConversionCounts counts;     ///< zero where the same content was there already
 };
 
-/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites and routers
-/// and the indexes of all experts; the bytes that they speak of lie in one of `max_slots + spare` physical
-/// slots, those of routers and experts in memory that all adapters share (`PoolOptions::expert_bytes`).
+/// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites and routers,
+/// the indexes of all experts and the cell of the token overlay; the bytes that they speak of lie in one of
+/// `max_slots + spare` physical slots, those of routers and experts, and those of token rows, in memory that
+/// all adapters share (`PoolOptions::expert_bytes`, `PoolOptions::overlay_bytes`).
 ///
 /// An engine encloses each step in `begin_step(stream)` and `end_step(stream)`, takes a lease for each
 /// request before its rows name the slot, and releases it when no later step will. `load` may be called from
@@ -55,8 +57,8 @@ struct Staged {
 /// Every function may be called from any thread; one stream's steps come from one thread at a time, and no
 /// stream of the pool starts to be captured while `begin_step` runs for another one.
 ///
-/// When a call fails, what was there before is still there, whole; except that a load whose experts need the
-/// memory of idle adapters evicts them before it packs, and may fail after that.
+/// When a call fails, what was there before is still there, whole; except that a load whose experts or token
+/// rows need the memory of idle adapters evicts them before it packs, and may fail after that.
 template <Element T, Backend B, VictimPolicy V = LruIdle>
 class AdapterPool {
  public:
@@ -85,19 +87,20 @@ class AdapterPool {
   // --- the life of an adapter
 
   /// Packs `adapter` and stages it under `name`, in its own slot when nobody reads that, else in an empty or
-  /// idle one; an adapter that has to give way leaves now. Two loads pack at one time and further ones wait;
-  /// nothing else waits for them. The same content under the same name is not loaded again. The host waits
-  /// for its copies, on streams of the pool's own. Errors: what `detail::check_adapter` and `convert` say of
-  /// the adapter; a name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full`,
-  /// `spare_busy` and `expert_memory_busy`; `out_of_memory` when all pinned slots are taken, or when its
-  /// experts can never fit; the backend's.
+  /// idle one; an adapter that has to give way leaves now (for the room of experts or token rows, before they
+  /// are packed). Two loads pack at one time and further ones wait; nothing else waits for them. The same
+  /// content under the same name is not loaded again. The host waits for its copies, on streams of the pool's
+  /// own. Errors: what `detail::check_adapter`, `detail::check_overlay` and `convert` say of the adapter; a
+  /// name that is not `valid_name`; `cancelled` by `options.stop`; retryable `pool_full`, `spare_busy`,
+  /// `expert_memory_busy` and `overlay_memory_busy`; `out_of_memory` when all pinned slots are taken, or when
+  /// its experts or token rows can never fit; the backend's.
   [[nodiscard]] Result<Staged> load(std::string_view name, Adapter const& adapter,
                                     StageOptions const& options = {}) {
     return load_any(name, adapter, options);
   }
 
-  /// The same of an adapter that is packed already, as `HostTier` keeps them: the device copies it, experts
-  /// and routers too, and nothing is converted. Who calls holds it until the call returns.
+  /// The same of an adapter that is packed already, as `HostTier` keeps them: the device copies it, experts,
+  /// routers and token rows too, and nothing is converted. Who calls holds it until the call returns.
   [[nodiscard]] Result<Staged> load(std::string_view name, PackedAdapter<T> const& adapter,
                                     StageOptions const& options = {}) {
     return load_any(name, adapter, options);
@@ -188,6 +191,13 @@ class AdapterPool {
   /// The same by a module's name; `layer` is `model_wide` for a model-wide one.
   [[nodiscard]] Result<RouteTable<T>> route(std::int32_t layer, std::string_view module) const {
     return table(shape().find(layer, module), layer, std::string(module));
+  }
+
+  /// The table of token overlays, of the whole pool's life like the others. Error: `not_found` when the pool
+  /// was made without overlays.
+  [[nodiscard]] Result<OverlayTable<T>> overlay() const {
+    if (!state_->serves_overlays()) return fail(Errc::not_found, "the pool was made without token overlays");
+    return state_->overlay_table();
   }
 
   /// The table of one linear of the experts of `layer`, for the pool's life. In a pool without memory for
@@ -337,16 +347,14 @@ class AdapterPool {
       return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
                                               " bytes without control bytes needed");
     }
-    auto const checked =
-        detail::checked_outline<T>(name, adapter, shape(), layout().max_rank(), state_->options.biases,
-                                   state_->serves_experts(), options.packing);
+    auto const checked = detail::checked_outline<T>(name, adapter, shape(), state_->room(), options.packing);
     if (!checked) return forward_error(checked);
     PackedOutline const& outline = *checked;
     auto const lane = state_->lanes.take(options.stop);
     if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
     if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
     std::int32_t place = 0;
-    std::vector<std::size_t> blocks;
+    detail::LoadRoom room;
     {
       std::lock_guard<std::mutex> const lock(ledger().mutex);
       if (auto const present = hit(name, outline.digest, options.pinned)) return *present;
@@ -361,10 +369,10 @@ class AdapterPool {
         ledger().give_back_place(place);
         return forward_error(reserved);
       }
-      blocks = ledger().expert_blocks(place);
+      room = {place, ledger().expert_blocks(place), ledger().overlays.offset(place)};
       ++ledger().loading;
     }
-    auto const counts = state_->pack(**lane, place, blocks, adapter, outline, options);
+    auto const counts = state_->pack(**lane, room, adapter, outline, options);
     bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     --ledger().loading;
@@ -420,10 +428,12 @@ class AdapterPool {
     return {};
   }
 
-  // Memory for the experts of what is loaded into `place`.
+  // Memory for the experts and token rows of what is loaded into `place`.
   Result<void> reserve(std::string_view name, std::int32_t place, PackedOutline const& outline) {
     auto const sizes = detail::expert_block_sizes(outline, shape(), sizeof(T));
-    return detail::reserve_experts(ledger(), name, place, sizes, victim_);
+    auto reserved = detail::reserve_experts(ledger(), name, place, sizes, victim_);
+    if (!reserved) return reserved;
+    return detail::reserve_overlay(ledger(), name, place, outline.overlay.bytes, victim_);
   }
 
   // The slot for `name`, as things stand now.

@@ -27,6 +27,9 @@
 #include "atlas/lora/pool/load_lanes.hpp"
 #include "atlas/lora/pool/memory.hpp"
 #include "atlas/lora/pool/outline.hpp"
+#include "atlas/lora/pool/overlay_layout.hpp"
+#include "atlas/lora/pool/overlay_memory.hpp"
+#include "atlas/lora/pool/overlay_pack.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/slots.hpp"
@@ -34,10 +37,18 @@
 #include "atlas/lora/pool/steps.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/expert_table.hpp"
+#include "atlas/lora/tables/overlay_table.hpp"
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
 namespace detail {
+
+/// Where a load writes.
+struct LoadRoom {
+  std::int32_t place = 0;           ///< physical slot
+  std::vector<std::size_t> blocks;  ///< of the memory for experts
+  std::size_t overlay_offset = 0;   ///< bytes into the memory for token rows
+};
 
 /// The memory, streams and book-keeping of one pool. The ledger stays until leases have gone,
 /// which may outlive the pool.
@@ -54,10 +65,17 @@ class PoolState {
         backend(std::move(pool_backend)),
         ledger(SlotLedger::create(options.max_slots, options.pinned, options.max_slots + options.spare)) {
     if (serves_experts()) ledger->experts = ExpertArena(options.expert_bytes, memory.largest_expert_block);
+    ledger->overlays =
+        OverlayMemory(options.overlay_bytes, static_cast<std::size_t>(options.max_slots + options.spare));
   }
 
-  /// Whether experts and routers are served.
+  /// Whether experts and routers are served, and token overlays.
   [[nodiscard]] bool serves_experts() const noexcept { return options.expert_bytes > 0; }
+  [[nodiscard]] bool serves_overlays() const noexcept { return options.overlay_bytes > 0; }
+  /// What adapters may be.
+  [[nodiscard]] PoolRoom room() const noexcept {
+    return {memory.layout.max_rank(), options.biases, serves_experts(), options.overlay_bytes};
+  }
 
   PoolState(PoolState const&) = delete;
   PoolState& operator=(PoolState const&) = delete;
@@ -100,16 +118,27 @@ class PoolState {
                                              layer * memory.expert_index_stride);
   }
 
-  /// Writes the whole of physical slot `place`, which nothing reads: the adapter's pairs, and zeroes; and
-  /// `blocks` of the memory for experts. Returns when the device has them. On failure the content of both is
-  /// arbitrary, and copies may still go there.
-  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
-                                              std::span<std::size_t const> blocks, Adapter const& adapter,
+  /// The table of the slots' overlay cells, in a pool with token overlays.
+  [[nodiscard]] OverlayTable<T> overlay_table() const noexcept {
+    std::size_t const row = static_cast<std::size_t>(shape.hidden()) * sizeof(T);
+    auto const rows = std::min(static_cast<std::size_t>(shape.vocab()), options.overlay_bytes / row);
+    return OverlayTable<T>{overlay_cell_of(record_bytes_at(0)),
+                           static_cast<std::int64_t>(memory.record_bytes),
+                           options.max_slots,
+                           static_cast<std::int32_t>(rows),
+                           shape.vocab(),
+                           shape.hidden()};
+  }
+
+  /// Writes the whole of a physical slot, which nothing reads: the adapter's pairs, and zeroes; and its
+  /// blocks of the memory for experts and for token rows. Returns when the device has them. On failure the
+  /// content of all is arbitrary, and copies may still go there.
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, LoadRoom const& room, Adapter const& adapter,
                                               PackedOutline const& outline, StageOptions const& how) {
     ConversionCounts counts;
     auto const from = reinterpret_cast<std::byte const*>(staging(lane).data());
-    auto const written =
-        write_place(lane, place, blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
+    auto const written = write_place(
+        lane, room.place, room.blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
           if (auto ready = drain(lane); !ready) return ready;
           auto const converted = pack_pair<T>(source_of(adapter, pair), linear_of(pair, shape), staging(lane),
                                               how.packing.conversion);
@@ -120,21 +149,40 @@ class PoolState {
           });
         });
     if (!written) return cuda::std::unexpected<Error>(written.error());
+    if (outline.overlay.bytes == 0) return counts;
+    auto const bytes = std::as_writable_bytes(staging(lane));
+    std::byte* const to = overlay_at(room.overlay_offset);
+    auto const rows = OverlayPacker<T>{bytes, how.packing.conversion}.pack(
+        adapter.overlay, [&] { return how.stop.stop_requested() ? rows_cancelled() : drain(lane); },
+        [&](std::size_t offset, std::size_t count) {
+          return backend.copy(to + offset, bytes.data(), count, *lane.stream);
+        });
+    if (!rows) return rows;
+    add_counts(counts, *rows);
+    if (auto const sent = drain(lane); !sent) return cuda::std::unexpected<Error>(sent.error());
     return counts;
   }
 
   /// The same from an adapter that is packed already: copies by the device alone.
-  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, std::int32_t place,
-                                              std::span<std::size_t const> blocks,
+  [[nodiscard]] Result<ConversionCounts> pack(Lane const& lane, LoadRoom const& room,
                                               PackedAdapter<T> const& adapter, PackedOutline const& outline,
                                               StageOptions const& how) {
-    auto const written =
-        write_place(lane, place, blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
+    auto const written = write_place(
+        lane, room.place, room.blocks, outline, how.stop, [&](auto const& pair, auto const& send) {
           return send([&](std::size_t offset, std::size_t bytes, auto const& body) {
             return adapter.blocks().for_each_piece(pair.offset + offset, bytes, body);
           });
         });
     if (!written) return cuda::std::unexpected<Error>(written.error());
+    if (outline.overlay.bytes == 0) return adapter.counts();
+    if (how.stop.stop_requested()) return cuda::std::unexpected<Error>(rows_cancelled().error());
+    std::byte* to = overlay_at(room.overlay_offset);
+    auto const copied = adapter.blocks().for_each_piece(
+        outline.overlay.offset, outline.overlay.bytes, [&](std::byte const* from, std::size_t piece) {
+          return backend.copy(std::exchange(to, to + piece), from, piece, *lane.stream);
+        });
+    auto const sent = copied ? drain(lane) : copied;
+    if (!sent) return cuda::std::unexpected<Error>(sent.error());
     return adapter.counts();
   }
 
@@ -152,12 +200,17 @@ class PoolState {
   }
 
   /// Writes the image of `slot`'s record: a cell for every site and router, null where the adapter has no
-  /// pair, and the indexes of its experts. Nothing may be reading the image. The ledger's mutex is held.
+  /// pair, the indexes of its experts and its overlay's cell. Nothing may be reading the image. The ledger's
+  /// mutex is held.
   void write_image(std::int32_t slot, std::int32_t place, PackedOutline const& outline) {
     std::byte* const whole = pinned_ + static_cast<std::size_t>(slot) * memory.record_bytes;
     std::fill_n(whole, memory.record_bytes, std::byte{0});
     auto* const cells = image(static_cast<std::size_t>(slot));
     for (PackedPair const& pair : outline.pairs) cells[*shape.find(pair.site)] = cell(place, pair);
+    if (outline.overlay.bytes > 0) {
+      *overlay_cell_of(whole) =
+          overlay_cell_at<T>(outline.overlay, overlay_at(ledger->overlays.offset(place)));
+    }
     std::vector<std::size_t> const& blocks = ledger->expert_blocks(place);
     if (blocks.empty()) return;
     PlacedExperts<T>(outline, shape, device_ + memory.experts_offset, blocks)
@@ -241,6 +294,15 @@ class PoolState {
 
   [[nodiscard]] RouteCell<T>* image(std::size_t slot) const noexcept {
     return reinterpret_cast<RouteCell<T>*>(pinned_ + slot * memory.record_bytes);
+  }
+  [[nodiscard]] OverlayCell<T>* overlay_cell_of(std::byte* record) const noexcept {
+    return reinterpret_cast<OverlayCell<T>*>(record + memory.overlay_cell_offset);
+  }
+  [[nodiscard]] std::byte* overlay_at(std::size_t offset) const noexcept {
+    return device_ + memory.overlays_offset + offset;
+  }
+  static Result<void> rows_cancelled() {
+    return fail(Errc::cancelled, "token rows: cancelled before they were packed");
   }
   [[nodiscard]] std::byte* place_at(std::int32_t place) const noexcept {
     return device_ + static_cast<std::size_t>(place) * memory.layout.slot_bytes();

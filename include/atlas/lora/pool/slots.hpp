@@ -22,6 +22,7 @@
 #include "atlas/lora/pool/identity.hpp"
 #include "atlas/lora/pool/lease.hpp"
 #include "atlas/lora/pool/lease_gate.hpp"
+#include "atlas/lora/pool/overlay_memory.hpp"
 #include "atlas/lora/pool/slot.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
@@ -53,6 +54,7 @@ class SlotLedger {
   std::string active;  ///< name of the active adapter; empty for none
   PoolCounters counters;
   ExpertArena experts;       ///< memory of experts and routers
+  OverlayMemory overlays;    ///< memory of token rows, by place
   std::int32_t loading = 0;  ///< loads that have taken a place and not staged it
 
   // --- what is where
@@ -201,6 +203,9 @@ class SlotLedger {
     auto& blocks = expert_blocks_[static_cast<std::size_t>(place)];
     if (!blocks.empty()) experts.release(std::exchange(blocks, {}));
     free_places_.push_back(place);
+  }
+  [[nodiscard]] bool is_spare(std::int32_t place) const noexcept {
+    return std::find(free_places_.begin(), free_places_.end(), place) != free_places_.end();
   }
   /// The blocks of `experts` that belong to a place, and are given back with it.
   [[nodiscard]] std::vector<std::size_t> const& expert_blocks(std::int32_t place) const noexcept {

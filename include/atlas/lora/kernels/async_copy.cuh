@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// Packs on their way from device to shared memory, in groups that are waited for in order. PTX ISA 7.0.
+#pragma once
+
+#include <cstdint>
+
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/kernels/fragment.cuh"
+
+namespace atlas::lora::inline v0::detail {
+
+/// Copies 16 bytes, or zeroes where `valid` is false; nothing is read then. Both addresses are 16-byte
+/// aligned.
+__device__ inline void copy_16_async(void* to_shared, void const* from, bool valid) {
+  auto const to = static_cast<std::uint32_t>(__cvta_generic_to_shared(to_shared));
+  int const bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+/// Ends a group of this thread's copies.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits until at most `Newest` of this thread's newest groups are under way.
+template <int Newest>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Newest) : "memory");
+}
+
+/// Copies the first `valid` of the eight elements at `from` to shared memory, the others as zeroes. `Wide`
+/// promises 16-byte alignment and that all eight are valid or none; else the elements are there at once.
+/// `from` is readable only as far as `valid` says.
+template <bool Wide, Element T>
+__device__ inline void copy_pack(Pack<T>* to_shared, T const* from, std::int64_t valid) {
+  if constexpr (Wide) {
+#pragma unroll
+    for (int i = 0; i < Pack<T>::words / 4; ++i) {
+      copy_16_async(reinterpret_cast<uint4*>(to_shared) + i, reinterpret_cast<uint4 const*>(from) + i,
+                    valid > 0);
+    }
+  } else {
+    *to_shared = load_elements(from, valid);
+  }
+}
+
+/// A pack in shared memory, 16-byte aligned.
+template <Element T>
+__device__ inline Pack<T> read_pack(Pack<T> const* from) {
+  return load_vectors(reinterpret_cast<T const*>(from));
+}
+
+}  // namespace atlas::lora::inline v0::detail

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// The operands of token overlays: plain values with device pointers, checked by the launchers; and how the
+// head's product is divided among blocks.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/kernels/work.hpp"
+#include "atlas/lora/route/row_plan.hpp"
+#include "atlas/lora/tables/overlay_table.hpp"
+
+namespace atlas::lora::inline v0 {
+
+/// `h[row] = the slot's own embedding row of the row's token`, where it has one. Goes right after the gather
+/// from the base's embedding, before anything scales or reads it. Rows are copied, nothing is rounded. Rows
+/// that are base, slots and tokens out of range, and tokens that the slot leaves alone keep h's bytes.
+template <Element T>
+struct OverlayEmbedParams {
+  T* h = nullptr;                 ///< `[rows, table.hidden]`, device, element-aligned
+  std::int64_t h_row_stride = 0;  ///< elements between rows, at least `table.hidden`
+  std::int32_t rows = 0;
+  std::int32_t const* tokens = nullptr;     ///< `[rows]`, device
+  std::int32_t const* row_slots = nullptr;  ///< `[rows]`, device; negative is base. A plan's, for one
+  OverlayTable<T> table{};                  ///< by value; its cells are device memory
+  /// Promises that tokens, row slots and cells are settled before this launch's dependencies, as
+  /// `DeltaParams::inputs_settled`: the gather that comes before it is enough where it is launched in full,
+  /// or waits before it triggers. h need not be.
+  bool inputs_settled = false;
+};
+
+/// `logits[row, id] = Y(sum_k x[row, k] * the slot's own head row of id)` for every id that the row's slot
+/// overrides: written, not added. Goes right after the head's product, before the delta of the head, if there
+/// is one, and before anything caps or reads the logits. Sums are in f32 in the order of contraction.hpp over
+/// `table.hidden` and are rounded once. Other logits, and pads beyond the vocabulary, keep their bytes.
+template <Element T, Element Y = T>
+struct OverlayHeadParams {
+  T const* x = nullptr;                ///< `[rows, table.hidden]`, device, element-aligned
+  std::int64_t x_row_stride = 0;       ///< elements between rows, at least `table.hidden`
+  Y* logits = nullptr;                 ///< `[rows, table.vocab]`, device; must not overlap x
+  std::int64_t logits_row_stride = 0;  ///< elements between rows, at least `table.vocab`
+  std::int32_t rows =
+      0;  ///< rows of x and logits; at most `plan.capacity_rows`. Rows of the plan beyond are left out
+  RowPlan plan{};               ///< of the rows that the head sees; device memory, read by the kernel
+  OverlayTable<T> table{};      ///< by value; its cells are device memory
+  bool inputs_settled = false;  ///< as `DeltaParams::inputs_settled`, for plan and cells
+};
+
+static_assert(std::is_trivially_copyable_v<OverlayHeadParams<float>>);
+
+namespace detail {
+
+/// Warps of a block of the head's kernel.
+inline constexpr std::int32_t head_warps = 8;
+/// Override rows and batch rows of a multiplied tile.
+inline constexpr std::int32_t head_tile_overrides = 16;
+inline constexpr std::int32_t head_tile_rows = 8;
+/// Most tiles of an item whose k is spread over a team's warps.
+inline constexpr std::int32_t most_spread_tiles = 8;
+/// Most of them along the batch rows.
+inline constexpr std::int32_t most_down_tiles = 2;
+/// Override rows of an item that streams: a tile a warp.
+inline constexpr std::int32_t stream_overrides = head_warps * head_tile_overrides;
+
+/// From how many overrides on a group's rows stream: with fewer, whole blocks for 128 rows each would leave
+/// most of a machine without work; with more, batch rows must share one read of the weights.
+[[nodiscard]] ATLAS_HD constexpr bool streams(std::int32_t overrides, std::int32_t rows) noexcept {
+  return overrides >= (rows > 2 * head_tile_rows ? 4096 : 16384);
+}
+/// Whether some slot of a table may stream.
+[[nodiscard]] ATLAS_HD constexpr bool may_stream(std::int32_t max_head_count) noexcept {
+  return streams(max_head_count, 3 * head_tile_rows);
+}
+
+/// How one group's product, overrides by batch rows, is cut into items. Spread: a team of blocks takes an
+/// item, its warps segments of k. Streamed: a block takes an item, its warps override tiles over all of k.
+struct HeadWork {
+  std::int32_t item_overrides = 0;
+  std::int32_t item_rows = 0;
+  std::int32_t across = 0;  ///< items along the overrides
+  std::int32_t down = 0;    ///< items along the batch rows
+  bool streamed = false;
+
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t items() const noexcept { return across * down; }
+  /// The first override and the first row of item `index`. Neighbours share the rows of x.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t first_override(std::int32_t index) const noexcept {
+    return index % across * item_overrides;
+  }
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t first_row(std::int32_t index) const noexcept {
+    return index / across * item_rows;
+  }
+  friend constexpr bool operator==(HeadWork const&, HeadWork const&) = default;
+};
+
+[[nodiscard]] ATLAS_HD constexpr HeadWork head_items(std::int32_t overrides, std::int32_t rows,
+                                                     std::int32_t item_overrides, std::int32_t item_rows,
+                                                     bool streamed) noexcept {
+  return HeadWork{item_overrides, item_rows, static_cast<std::int32_t>(divide_up(overrides, item_overrides)),
+                  static_cast<std::int32_t>(divide_up(rows, item_rows)), streamed};
+}
+
+/// The work of one of `groups` groups for `teams` teams. A spread item has as few tiles as give each team one
+/// item, and up to two along the batch rows, which a warp multiplies with one read of the weights.
+/// `stream_rows` are the batch rows of a streamed item.
+[[nodiscard]] ATLAS_HD constexpr HeadWork head_work(std::int32_t overrides, std::int32_t rows,
+                                                    std::int32_t groups, std::int32_t teams,
+                                                    std::int32_t stream_rows) noexcept {
+  if (overrides < 1 || rows < 1) return HeadWork{1, 1, 0, 0, false};
+  if (streams(overrides, rows)) return head_items(overrides, rows, stream_overrides, stream_rows, true);
+  HeadWork work;
+  for (std::int32_t tiles = 1; tiles <= most_spread_tiles; tiles *= 2) {
+    std::int32_t const down = tiles > 1 && rows > head_tile_rows ? most_down_tiles : 1;
+    work = head_items(overrides, rows, tiles / down * head_tile_overrides, down * head_tile_rows, false);
+    if (static_cast<std::int64_t>(work.items()) * groups <= teams) break;
+  }
+  return work;
+}
+
+}  // namespace detail
+}  // namespace atlas::lora::inline v0

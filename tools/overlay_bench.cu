@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// Times token overlays as a server runs them: rows from device memory, many launches in one captured graph on
+// one stream, medians of replays, the L2 swept before each. Beside them in the same run: a launch that only
+// touches the same rows (the floor, or the rate of the matrix instruction where that takes longer), the head
+// without clusters, and cuBLAS on the same rows. Every cell is checked against double precision before it is
+// timed.
+//
+//   overlay_bench [--json FILE] [--only TEXT]     TEXT: part of a cell's name, such as "head" or "rows64"
+#include "overlay_bench_case.cuh"
+
+namespace {
+
+using namespace overlay_bench;
+
+/// Operations a microsecond of a bf16 matrix product, measured on an H200.
+constexpr double matrix_rate = 770e6;
+
+struct Timing {
+  double us, plain_us, touch_us, floor_us, without_clusters_us, cublas_us;
+};
+
+Timing time_cell(Cell const& cell, Machine const& machine) {
+  Case run(cell, machine);
+  if (double const error = run.error(); error > most_error) {
+    stop(cell.name() + ": wrong by " + std::to_string(error));
+  }
+  Timing t{};
+  t.us = run.ours(true);
+  t.plain_us = run.ours(false);
+  t.touch_us = run.touch();
+  t.without_clusters_us = run.without_clusters();
+  t.cublas_us = run.cublas();
+  double const operations = cell.head ? 2.0 * cell.overrides * cell.rows * hidden : 0.0;
+  t.floor_us = std::max(t.touch_us, operations / matrix_rate);
+  return t;
+}
+
+void write_cell(std::FILE* json, bool first, Cell const& cell, Timing const& t) {
+  std::fprintf(json,
+               "%s\n  {\"op\": \"%s\", \"hidden\": %lld, \"overrides\": %d, \"rows\": %d, \"us\": %.2f, "
+               "\"plain_us\": %.2f, \"floor_us\": %.2f, \"touch_us\": %.2f, \"without_clusters_us\": %.2f, "
+               "\"cublas_us\": %.2f}",
+               first ? "" : ",", cell.op(), static_cast<long long>(hidden), cell.overrides, cell.rows, t.us,
+               t.plain_us, t.floor_us, t.touch_us, t.without_clusters_us, t.cublas_us);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  Arguments const told(count, arguments);
+  std::FILE* const json = told.json;
+  auto const machine = prepare<OverlayEmbed<T>, OverlayHead<T>, RowPlanning>(0);
+  if (!machine) stop(machine.error().message);
+  if (json != nullptr) write_header(json, *machine);
+  std::printf("%-38s %8s %8s %8s %8s %7s %7s %9s %8s\n", "microseconds", "ours", "plain", "touch", "floor",
+              "ratio", "within", "no clust.", "cuBLAS");
+  bool first = true;
+  for (bool const head : {false, true}) {
+    for (std::int32_t const overrides : {3, 300, 248320}) {
+      for (std::int32_t const rows : {1, 16, 64}) {
+        Cell const cell{head, overrides, rows};
+        if (cell.name().find(told.only) == std::string::npos) continue;
+        Timing const t = time_cell(cell, *machine);
+        bool const within = t.us <= std::max(1.5 * t.floor_us, t.floor_us + 1.2);
+        std::printf("%-38s %8.2f %8.2f %8.2f %8.2f %7.2f %7s %9.2f %8.2f\n", cell.name().c_str(), t.us,
+                    t.plain_us, t.touch_us, t.floor_us, t.us / t.floor_us, within ? "yes" : "NO",
+                    t.without_clusters_us, t.cublas_us);
+        std::fflush(stdout);
+        if (json != nullptr) write_cell(json, first, cell, t);
+        first = false;
+      }
+    }
+  }
+  if (json != nullptr) {
+    std::fprintf(json, "\n ]}\n");
+    std::fclose(json);
+  }
+  return 0;
+}
