@@ -185,7 +185,7 @@ TEST_SUITE("gpu") {
     CUDA_OK(cudaMemcpy(batch.plan().rows, rows.data(), rows.size() * sizeof(std::int32_t),
                        cudaMemcpyHostToDevice));
     CHECK(untouched());
-    RowPlanHeader const many{1 << 30, 4, {0, 0}};
+    RowPlanHeader const many{1 << 30, 4, 1 << 30, 0};
     CUDA_OK(cudaMemcpy(batch.plan().header, &many, sizeof many, cudaMemcpyHostToDevice));
     CHECK(untouched());
   }
