@@ -84,6 +84,7 @@ TEST_SUITE("gpu") {
     ExpertBatch<T> const batch(shape, weights, random_routing(small_shapes() ? 11 : 50, shape, 3));
     auto const want = batch.run(Form::automatic, Order::sorted);
     for (std::int32_t const window : {1, 7, 8, 33}) {
+      if (few_shapes() && window != 7) continue;
       for (Order const order : both_orders) {
         for (Form const form : {Form::automatic, Form::two_launches}) {
           INFO(describe(shape, batch.device().tokens, form, order) << ", window " << window);

@@ -73,9 +73,10 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     __syncthreads();
   }
   multiply.settle();
-  // No block leaves while another may still arrive at its barriers.
+  // No block leaves while another may still arrive at its barriers; the release makes the arrivals come
+  // first.
   if (multiply.expects_arrivals()) {
-    cluster_arrive_relaxed();
+    cluster_arrive();
     cluster_wait();
   }
 #endif
