@@ -102,7 +102,7 @@ __device__ inline void write_row(RowPlan const& plan, SlotPlaces const& slots, s
 
 /// Groups the rows of a step by slot. One block of `Threads` threads.
 template <int Threads>
-__global__ void __launch_bounds__(Threads)
+__global__ void __launch_bounds__(Threads, 1)
     row_plan_kernel(__grid_constant__ RowPlan const plan, std::int32_t const rows) {
   extern __shared__ std::int32_t dynamic_places[];
   __shared__ std::int32_t warps[plan_threads / warp_threads];

@@ -110,7 +110,9 @@ class OverlayBuilder {
     }
     auto const changed = find_changed(raw, served);
     if (!changed) return unexpected(changed);
-    return compact(std::move(raw), select_rows(*changed, raw.ids));
+    // Selected before raw is given away: arguments have no order among themselves.
+    std::vector<RowSource> const sources = select_rows(*changed, raw.ids);
+    return compact(std::move(raw), sources);
   }
 
  private:
