@@ -37,6 +37,7 @@ __device__ inline std::int32_t scan_block(std::int32_t value, std::int32_t* warp
   __syncthreads();
   std::int32_t before = 0;
   total = 0;
+#pragma unroll 4
   for (int w = 0; w < plan_threads / warp_threads; ++w) {
     if (w < warp) before += warps[w];
     total += warps[w];
@@ -102,7 +103,7 @@ __device__ inline void write_row(RowPlan const& plan, SlotPlaces const& slots, s
 
 /// Groups the rows of a step by slot. One block of `Threads` threads.
 template <int Threads>
-__global__ void __launch_bounds__(Threads, 1)
+__global__ void __launch_bounds__(Threads)
     row_plan_kernel(__grid_constant__ RowPlan const plan, std::int32_t const rows) {
   extern __shared__ std::int32_t dynamic_places[];
   __shared__ std::int32_t warps[plan_threads / warp_threads];
