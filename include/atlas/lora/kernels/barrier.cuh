@@ -32,12 +32,6 @@ class Barrier {
                  : "memory");
 #endif
   }
-  /// Arrives once.
-  __device__ void arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&state_)) : "memory");
-#endif
-  }
   /// Arrives once and adds `bytes` to what asynchronous stores must still bring in this phase.
   __device__ void arrive_expecting(std::uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900

@@ -97,7 +97,7 @@ __device__ inline void place_experts(ExpertPlan const& plan, ExpertPlanShared co
       total += mine;
     }
     shared.totals[key] = total;
-    my_groups += expert_groups(total);
+    my_groups += row_tiles(total);
     my_rows += total;
   }
   std::int32_t all_groups = 0;
@@ -106,7 +106,7 @@ __device__ inline void place_experts(ExpertPlan const& plan, ExpertPlanShared co
   scan_block(my_rows, scan, all_rows);
   for (std::int32_t key = first; key < last; ++key) {
     shared.groups[key] = group;
-    group += expert_groups(shared.totals[key]);
+    group += row_tiles(shared.totals[key]);
   }
   if (threadIdx.x == 0) *plan.header = ExpertPlanHeader{all_groups, all_rows, {0, 0}};
 }
@@ -114,16 +114,16 @@ __device__ inline void place_experts(ExpertPlan const& plan, ExpertPlanShared co
 /// Puts the `rank`-th row of a key into its group, whose head the group's first row writes.
 __device__ inline void put_expert_row(ExpertPlan const& plan, ExpertPlanShared const& shared,
                                       std::int32_t key, std::int32_t rank, std::int32_t row) {
-  ExpertGroup& group = plan.groups[shared.groups[key] + rank / expert_group_rows];
-  std::int32_t const place = rank % expert_group_rows;
+  ExpertGroup& group = plan.groups[shared.groups[key] + rank / tile_rows];
+  std::int32_t const place = rank % tile_rows;
   group.row[place] = row;
   if (place != 0) return;
-  std::int32_t const count = min(shared.totals[key] - rank, expert_group_rows);
+  std::int32_t const count = min(shared.totals[key] - rank, tile_rows);
   group.slot = key / plan.num_experts;
   group.expert = key % plan.num_experts;
   group.count = count;
   group.reserved = 0;
-  for (std::int32_t i = count; i < expert_group_rows; ++i) group.row[i] = -1;
+  for (std::int32_t i = count; i < tile_rows; ++i) group.row[i] = -1;
 }
 
 /// Groups rows by (slot, expert). One block of `Threads` threads, of which the first `warps` warps read rows.

@@ -20,8 +20,6 @@
 
 namespace atlas::lora::inline v0::detail {
 
-static_assert(expert_group_rows == tile_rows);
-
 /// Row tiles from an expert plan and the projections' tables.
 template <Element T>
 struct ExpertSource {

@@ -105,31 +105,13 @@ __device__ inline void keep(Pack<T>& pack, std::int32_t valid) {
   }
 }
 
-/// Moves every element of a pack one place down, towards element 0, or up.
+/// Moves every element of a pack one place down, towards element 0.
 template <Element T>
 __device__ inline void shift_down(Pack<T>& pack) {
 #pragma unroll
   for (int i = 0; i < Pack<T>::words; ++i) {
     std::uint32_t const next = i + 1 < Pack<T>::words ? pack.word[i + 1] : 0;
     pack.word[i] = sizeof(T) == 4 ? next : __funnelshift_r(pack.word[i], next, 16);
-  }
-}
-template <Element T>
-__device__ inline void shift_up(Pack<T>& pack) {
-#pragma unroll
-  for (int i = Pack<T>::words - 1; i >= 0; --i) {
-    std::uint32_t const before = i > 0 ? pack.word[i - 1] : 0;
-    pack.word[i] = sizeof(T) == 4 ? before : __funnelshift_l(before, pack.word[i], 16);
-  }
-}
-
-/// The bits of one element.
-template <Element T>
-__device__ inline std::uint32_t bits_of(T x) {
-  if constexpr (sizeof(T) == 4) {
-    return __float_as_uint(x);
-  } else {
-    return cuda::std::bit_cast<std::uint16_t>(x);
   }
 }
 

@@ -12,21 +12,19 @@
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/route/expert_rows.hpp"
+#include "atlas/lora/route/row_plan.hpp"
 #include "atlas/lora/status.hpp"
 
 namespace atlas::lora::inline v0 {
 
-/// Most rows of a group: as many as a kernel multiplies together.
-inline constexpr std::int32_t expert_group_rows = 8;
-
-/// Up to `expert_group_rows` rows of one (slot, expert); a pair with more rows has several groups in a row,
-/// all full but the last.
+/// A row tile: up to `tile_rows` rows of one (slot, expert); a pair with more rows has several groups in a
+/// row, all full but the last.
 struct alignas(16) ExpertGroup {
   std::int32_t slot = 0;
   std::int32_t expert = 0;
   std::int32_t count = 0;  ///< at least 1
   std::int32_t reserved = 0;
-  std::int32_t row[expert_group_rows] = {-1, -1, -1, -1, -1, -1, -1, -1};  ///< ascending; -1 beyond `count`
+  std::int32_t row[tile_rows] = {-1, -1, -1, -1, -1, -1, -1, -1};  ///< ascending; -1 beyond `count`
 
   friend constexpr bool operator==(ExpertGroup const&, ExpertGroup const&) = default;
 };
@@ -68,8 +66,7 @@ struct ExpertPlanLayout {
   }
   /// Most groups of `rows` rows: one with c rows makes at most 1 + (c - 1) / 8.
   [[nodiscard]] constexpr std::int32_t max_groups(std::int32_t rows) const noexcept {
-    auto const pairs = static_cast<std::int32_t>(std::min<std::int64_t>(rows, keys()));
-    return pairs <= 0 ? 0 : pairs + (rows - pairs) / expert_group_rows;
+    return max_row_tiles(rows, static_cast<std::int32_t>(std::min<std::int64_t>(rows, keys())));
   }
   [[nodiscard]] constexpr std::int32_t max_groups() const noexcept { return max_groups(capacity_rows); }
   [[nodiscard]] constexpr std::size_t bytes() const noexcept {
@@ -96,11 +93,6 @@ namespace detail {
                                                          std::int32_t num_experts) noexcept {
   bool const inside = slot >= 0 && slot < max_slots && expert >= 0 && expert < num_experts;
   return inside ? slot * num_experts + expert : -1;
-}
-
-/// Groups of `rows` rows of one pair.
-[[nodiscard]] ATLAS_HD constexpr std::int32_t expert_groups(std::int32_t rows) noexcept {
-  return rows / expert_group_rows + (rows % expert_group_rows != 0 ? 1 : 0);
 }
 
 /// Whether rows can be read for a plan.
@@ -146,21 +138,21 @@ namespace detail {
   }
   for (std::size_t key = 0; key < keys; ++key) {
     first_group[key] = header.num_groups;
-    header.num_groups += detail::expert_groups(count[key]);
+    header.num_groups += row_tiles(count[key]);
     count[key] = 0;  // from a pair's rows to how many of them have their places
   }
   for (std::int32_t i = 0; i < rows.rows; ++i) {
     std::int32_t const key = key_of(i);
     if (key < 0) continue;
     std::int32_t& placed = count[static_cast<std::size_t>(key)];
-    ExpertGroup& group = groups[static_cast<std::size_t>(first_group[static_cast<std::size_t>(key)] +
-                                                         placed / expert_group_rows)];
-    if (placed % expert_group_rows == 0) {
+    ExpertGroup& group =
+        groups[static_cast<std::size_t>(first_group[static_cast<std::size_t>(key)] + placed / tile_rows)];
+    if (placed % tile_rows == 0) {
       group = ExpertGroup{};
       group.slot = key / layout.num_experts;
       group.expert = key % layout.num_experts;
     }
-    group.row[placed++ % expert_group_rows] = rows.first_row + i;
+    group.row[placed++ % tile_rows] = rows.first_row + i;
     ++group.count;
   }
   return Errc::ok;
