@@ -3,7 +3,6 @@
 // Adapters in slots of fixed memory: loaded beside running work, published between steps, kept while leased.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -22,11 +21,12 @@
 #include "atlas/lora/pool/backend.hpp"
 #include "atlas/lora/pool/expert_layout.hpp"
 #include "atlas/lora/pool/layout.hpp"
+#include "atlas/lora/pool/loading.hpp"
 #include "atlas/lora/pool/memory.hpp"
+#include "atlas/lora/pool/observe.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/pool_state.hpp"
-#include "atlas/lora/pool/reserve.hpp"
 #include "atlas/lora/pool/slots.hpp"
 #include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/victim.hpp"
@@ -36,13 +36,6 @@
 #include "atlas/lora/tables/route_table.hpp"
 
 namespace atlas::lora::inline v0 {
-
-/// What a load has done. The adapter can be leased once the next `begin_step` has published it.
-struct Staged {
-  SlotKey key;
-  std::uint64_t id = base_id;  ///< what a prefix cache is keyed by
-  ConversionCounts counts;     ///< zero where the same content was there already
-};
 
 /// Adapters in `max_slots` slots. A slot is a name for a *record*, the route cells of all sites and routers,
 /// the indexes of all experts and the cell of the token overlay; the bytes that they speak of lie in one of
@@ -268,7 +261,7 @@ class AdapterPool {
   /// a call of the backend, so that it may be asked for every second.
   [[nodiscard]] PoolSnapshot snapshot() const {
     std::lock_guard<std::mutex> const lock(ledger().mutex);
-    return state_->snapshot();
+    return detail::snapshot_of(ledger(), state_->memory.needed);
   }
 
   /// The model that it serves; what `load` takes must have been audited against it.
@@ -334,65 +327,11 @@ class AdapterPool {
 
   template <class A>
   Result<Staged> load_any(std::string_view name, A const& adapter, StageOptions const& options) {
-    auto staged = try_load(name, adapter, options);
+    auto staged = detail::Loading<T, B, V>(*state_, victim_).load(name, adapter, options);
     if (staged) return staged;
     std::lock_guard<std::mutex> const lock(ledger().mutex);
     count_refusal(staged.error().code);
     return staged;
-  }
-
-  template <class A>
-  Result<Staged> try_load(std::string_view name, A const& adapter, StageOptions const& options) {
-    if (!valid_name(name)) {
-      return fail(Errc::invalid_argument, "adapter name: 1 to " + std::to_string(longest_name) +
-                                              " bytes without control bytes needed");
-    }
-    auto const checked = detail::checked_outline<T>(name, adapter, shape(), state_->room(), options.packing);
-    if (!checked) return forward_error(checked);
-    PackedOutline const& outline = *checked;
-    auto const lane = state_->lanes.take(options.stop);
-    if (!lane) return fail(Errc::cancelled, detail::SlotLedger::quoted(name) + ": cancelled while it waited");
-    if (auto const settled = state_->settle(**lane); !settled) return forward_error(settled);
-    std::int32_t place = 0;
-    detail::LoadRoom room;
-    {
-      std::lock_guard<std::mutex> const lock(ledger().mutex);
-      if (auto const present = hit(name, outline.digest, options.pinned)) return *present;
-      auto const slot = choose(name, options.pinned);  // early, so that a full pool costs no work
-      if (!slot) return forward_error(slot);
-      auto const spare = ledger().take_place();
-      if (!spare) {
-        return fail(Errc::spare_busy, detail::SlotLedger::quoted(name) + ": no physical slot is spare");
-      }
-      place = *spare;
-      if (auto const reserved = reserve(name, place, outline); !reserved) {
-        ledger().give_back_place(place);
-        return forward_error(reserved);
-      }
-      room = {place, ledger().expert_blocks(place), ledger().overlays.offset(place)};
-      ++ledger().loading;
-    }
-    auto const counts = state_->pack(**lane, room, adapter, outline, options);
-    bool const is_quiet = counts || state_->drain(**lane);  // whether no copy still goes to the place
-    std::lock_guard<std::mutex> const lock(ledger().mutex);
-    --ledger().loading;
-    // Another load may have brought the same meanwhile.
-    auto const present = counts ? hit(name, outline.digest, options.pinned) : std::nullopt;
-    auto staged = present  ? Result<Staged>(*present)
-                  : counts ? stage(name, outline, options.pinned, place)
-                           : Result<Staged>(forward_error(counts));
-    if (!is_quiet) (**lane).unsettled = place;
-    if (is_quiet && (present || !staged)) ledger().give_back_place(place);
-    if (staged && !present) staged->counts = *counts;
-    return staged;
-  }
-
-  // What a load of content that is there already returns.
-  std::optional<Staged> hit(std::string_view name, Digest const& digest, bool pinned) const {
-    auto const present = ledger().present(name, digest, pinned);
-    if (!present) return std::nullopt;
-    ++ledger().counters.hits;
-    return Staged{present->first, present->second, {}};
   }
 
   Result<void> open_step(Stream stream) {
@@ -426,39 +365,6 @@ class AdapterPool {
       return fail(Errc::capturing, "a step neither begins nor ends while its stream is captured");
     }
     return {};
-  }
-
-  // Memory for the experts and token rows of what is loaded into `place`.
-  Result<void> reserve(std::string_view name, std::int32_t place, PackedOutline const& outline) {
-    auto const sizes = detail::expert_block_sizes(outline, shape(), sizeof(T));
-    auto reserved = detail::reserve_experts(ledger(), name, place, sizes, victim_);
-    if (!reserved) return reserved;
-    return detail::reserve_overlay(ledger(), name, place, outline.overlay.bytes, victim_);
-  }
-
-  // The slot for `name`, as things stand now.
-  Result<std::int32_t> choose(std::string_view name, bool pinned) {
-    if (auto const polled = state_->steps.poll(state_->backend, ledger()); !polled) {
-      return forward_error(polled);
-    }
-    return ledger().choose(name, pinned, victim_);
-  }
-
-  // Stages what is packed in `place`; on failure nothing has changed.
-  Result<Staged> stage(std::string_view name, PackedOutline const& outline, bool pinned, std::int32_t place) {
-    auto slot = choose(name, pinned);
-    if (!slot) return forward_error(slot);
-    auto const id = ledger().names.identify(name, outline.digest);
-    if (!id) return forward_error(id);
-    while (!ledger().claim(ledger().at(*slot))) {  // somebody has leased it meanwhile
-      slot = choose(name, pinned);
-      if (!slot) return forward_error(slot);
-    }
-    state_->write_image(*slot, place, outline);
-    SlotKey const key =
-        ledger().stage(*slot, detail::Tenant{std::string(name), *id, 0, outline.digest, place, outline.bytes,
-                                             outline.max_rank, ledger().names.generation(name)});
-    return Staged{key, *id, {}};
   }
 
   std::unique_ptr<State> state_;

@@ -7,12 +7,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <stop_token>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -33,7 +30,6 @@
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/packed_adapter.hpp"
 #include "atlas/lora/pool/slots.hpp"
-#include "atlas/lora/pool/snapshot.hpp"
 #include "atlas/lora/pool/steps.hpp"
 #include "atlas/lora/status.hpp"
 #include "atlas/lora/tables/expert_table.hpp"
@@ -239,40 +235,6 @@ class PoolState {
       slot.blank_due = false;
     }
     return {};
-  }
-
-  /// What an operator sees. The ledger's mutex is held.
-  [[nodiscard]] PoolSnapshot snapshot() const {
-    PoolSnapshot all;
-    all.memory = memory.needed;
-    all.loading = ledger->loading;
-    all.spare = static_cast<std::int32_t>(ledger->free_places());
-    all.counters = ledger->counters;
-    all.counters.leases = ledger->leases_taken();
-    all.slots.reserve(ledger->slots.size());
-    for (std::int32_t i = 0; ledger->contains(i); ++i) {
-      Slot const& slot = ledger->at(i);
-      SlotView const view = ledger->view(i);
-      SlotStatus& status = all.slots.emplace_back();
-      status.state = view.state;
-      status.bytes = view.bytes;
-      status.leases = view.leases;
-      status.last_use = view.last_use;
-      status.uses = view.uses;
-      status.pinned = i < options.pinned;
-      for (auto const* const content : {&slot.staged, &slot.tenant}) {
-        if (*content) all.content_bytes += (*content)->bytes;
-      }
-      auto const& shown = slot.staged ? slot.staged : slot.tenant;
-      if (!shown) continue;
-      status.name = shown->name;
-      status.id = shown->id;
-      status.generation = shown->generation;
-      status.tenancy = shown->tenancy;
-      status.rank = shown->rank;
-      status.active = slot.named && slot.tenant->name == ledger->active;
-    }
-    return all;
   }
 
   ModelShape const shape;

@@ -10,7 +10,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -216,6 +215,8 @@ class SlotLedger {
   }
   [[nodiscard]] std::size_t free_places() const noexcept { return free_places_.size(); }
 
+  /// Slots of the pinned region, which are the first ones, and whether `slot` is one of them.
+  [[nodiscard]] std::int32_t pinned() const noexcept { return pinned_; }
   [[nodiscard]] bool is_pinned(std::int32_t slot) const noexcept { return slot < pinned_; }
 
   /// Takes the adapter of `slot`, which was claimed, out of the pool.
@@ -248,43 +249,6 @@ class SlotLedger {
     Tenant const& tenant = waiting != base_slot ? *at(slot).staged : *at(slot).tenant;
     if (!(tenant.digest == digest)) return std::nullopt;
     return std::pair(SlotKey{slot, tenant.tenancy}, tenant.id);
-  }
-
-  /// The slot into which content for `name` goes: its own where nobody reads it, else an empty or idle one of
-  /// the same region. Errors: `pool_full`, or what says that no wait can help.
-  template <VictimPolicy V>
-  [[nodiscard]] Result<std::int32_t> choose(std::string_view name, bool pinned, V const& victim) const {
-    auto const is_pinned = [&](std::int32_t slot) { return slot != base_slot && slot < pinned_; };
-    std::int32_t const waiting = staged(name);
-    std::int32_t const resident = published(name);
-    bool const into_pinned = pinned || is_pinned(waiting) || is_pinned(resident);
-    for (std::int32_t const own : {waiting, resident}) {
-      if (own != base_slot && is_pinned(own) == into_pinned && unread(at(own))) return own;
-    }
-    std::int32_t const first = into_pinned ? 0 : pinned_;
-    std::int32_t const last = into_pinned ? pinned_ : static_cast<std::int32_t>(slots.size());
-    if (first == last) {
-      return fail(Errc::invalid_argument,
-                  quoted(name) + ": the pool has " + (into_pinned ? "no" : "only") + " pinned slots");
-    }
-    std::vector<SlotView> views;
-    bool changes = false;  // whether a slot is on its way to being free
-    for (std::int32_t slot = first; slot < last; ++slot) {
-      views.push_back(view(slot));
-      if (into_pinned) views.back().idle = false;  // never evicted
-      changes = changes || views.back().state == SlotState::draining || slot == resident || slot == waiting;
-    }
-    std::optional<std::uint32_t> const chosen = into_pinned ? LruIdle{}(views) : victim(views);
-    if (chosen && *chosen < views.size() &&
-        (views[*chosen].state == SlotState::empty || views[*chosen].idle)) {
-      return first + static_cast<std::int32_t>(*chosen);
-    }
-    std::string const all = quoted(name) + ": all " + std::to_string(views.size());
-    if (into_pinned && !changes) {
-      return fail(Errc::out_of_memory,
-                  all + " pinned slots are taken, and pinned adapters are never evicted");
-    }
-    return fail(Errc::pool_full, all + (into_pinned ? " pinned" : "") + " slots are in use");
   }
 
   /// Puts content into `slot`, which was claimed, where the next publication finds it. An adapter of another
