@@ -23,8 +23,8 @@ namespace atlas::lora::inline v0 {
 /// How an adapter is loaded into a pool.
 struct StageOptions {
   bool pinned = false;  ///< into a slot that is never evicted
-  /// A `PackedAdapter` is converted already; experts and routers that the pool does not serve are left out of
-  /// it when either these options or those that it was packed with say so.
+  /// A `PackedAdapter` is converted already; experts, routers and token rows that the pool does not serve are
+  /// left out of it when either these options or those that it was packed with say so.
   PackOptions packing{};
   /// Ends the load with `cancelled`, while it waits for other loads or packs. What is staged is staged.
   std::stop_token stop{};
