@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <span>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -17,6 +18,9 @@
 #include <vector>
 
 #include "../outcome.hpp"
+#include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/adapter/convert.hpp"
+#include "atlas/lora/element.hpp"
 #include "atlas/lora/model/families.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 
@@ -26,6 +30,13 @@ namespace atlas::lora::testing {
 inline std::string test_data() {
   char const* const folder = std::getenv("ATLAS_TEST_DATA");
   return folder != nullptr ? folder : "tests/data";
+}
+
+/// A tensor's elements in float, which hold any of them.
+inline std::vector<float> f32_of(HostTensor const& tensor) {
+  std::vector<float> out(tensor.bytes.size() / element_bytes(tensor.type));
+  REQUIRE(convert<float>(tensor, std::span<float>(out)).has_value());
+  return out;
 }
 
 /// Bytes of a file; empty when it cannot be read.

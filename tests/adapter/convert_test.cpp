@@ -11,7 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "../outcome.hpp"
+
 using namespace atlas::lora;
+using namespace atlas::lora::testing;
 
 static_assert(bf16_bits(std::bit_cast<std::uint32_t>(largest_finite<__nv_bfloat16>)) == 0x7f7f);
 static_assert(f32_bits_of_bf16(0x7f7f) == std::bit_cast<std::uint32_t>(largest_finite<__nv_bfloat16>));
@@ -32,9 +35,7 @@ template <Element T>
 std::vector<float> converted(HostTensor const& source, ConversionCounts expected,
                              ConversionPolicy policy = {}) {
   std::vector<T> out(source.bytes.size() / element_bytes(source.type));
-  auto const counts = convert<T>(source, std::span<T>(out), policy);
-  REQUIRE_MESSAGE(counts, (counts ? "" : counts.error().message));
-  CHECK(*counts == expected);
+  CHECK(good(convert<T>(source, std::span<T>(out), policy)) == expected);
   std::vector<float> values;
   for (T const x : out) values.push_back(to_f32(x));
   return values;
@@ -43,10 +44,9 @@ std::vector<float> converted(HostTensor const& source, ConversionCounts expected
 template <Element T>
 std::string refusal(HostTensor const& source, ConversionPolicy policy = {}) {
   std::vector<T> out(source.bytes.size() / element_bytes(source.type));
-  auto const counts = convert<T>(source, std::span<T>(out), policy);
-  REQUIRE_FALSE(counts);
-  CHECK(counts.error().code == Errc::out_of_range);
-  return counts.error().message;
+  Error const error = bad(convert<T>(source, std::span<T>(out), policy));
+  CHECK(error.code == Errc::out_of_range);
+  return error.message;
 }
 
 constexpr float infinity = std::numeric_limits<float>::infinity();
@@ -66,7 +66,7 @@ TEST_CASE("a value beyond the target is refused by tensor, place and value, or s
   auto const values = converted<__half>(source, {.overflow = 2, .underflow = 1}, {.saturate_overflow = true});
   CHECK(values == std::vector<float>{1.0F, 65504.0F, 0.0F, -65504.0F});
   CHECK(converted<__half>(f32({65519.0F}), {}) == std::vector<float>{65504.0F});  // rounds down, so it fits
-  CHECK(refusal<__nv_bfloat16>(f32({3.4e38F})).find("BF16 cannot hold (1 beyond") != std::string::npos);
+  CHECK(says(refusal<__nv_bfloat16>(f32({3.4e38F})), "BF16 cannot hold (1 beyond"));
 }
 
 TEST_CASE("a refusal is one line whatever the tensor is called") {

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,18 +26,7 @@ using namespace atlas::lora::testing;
 namespace {
 
 ModelShape shape_of(std::string const& folder) {
-  auto const config = read_model_config(folder + "/config.json");
-  REQUIRE_MESSAGE(config, (config ? "" : config.error().message));
-  auto const shape = model_shape(*config);
-  REQUIRE_MESSAGE(shape, (shape ? "" : shape.error().message));
-  return *shape;
-}
-
-std::vector<float> f32_of(Result<HostTensor> const& tensor) {
-  REQUIRE_MESSAGE(tensor, (tensor ? "" : tensor.error().message));
-  std::vector<float> out(tensor->bytes.size() / element_bytes(tensor->type));
-  REQUIRE(convert<float>(*tensor, std::span<float>(out)).has_value());
-  return out;
+  return good(model_shape(good(read_model_config(folder + "/config.json"))));
 }
 
 // Our float32 delta of one pair for `rows` rows of x.
@@ -69,8 +57,8 @@ std::size_t compare_with_peft(std::string const& folder, Adapter const& adapter)
     std::string const module =
         pair.a.name.substr(before.size(), pair.a.name.size() - before.size() - after.size());
     CAPTURE(module);
-    std::vector<float> const x = f32_of(expected->read(module + "|x"));
-    std::vector<float> const theirs = f32_of(expected->read(module + "|delta"));
+    std::vector<float> const x = f32_of(good(expected->read(module + "|x")));
+    std::vector<float> const theirs = f32_of(good(expected->read(module + "|delta")));
     std::vector<float> const ours = delta_of(pair, x, 3);
     REQUIRE(ours.size() == theirs.size());
     float largest = 0.0F;
@@ -133,10 +121,10 @@ std::size_t compare_weights(std::string const& folder, Adapter const& adapter) {
     std::string const module = module_of(pair.a);
     CAPTURE(module);
     if (expected->find(module + "|x") != nullptr) {
-      CHECK(agrees(delta_of(pair, f32_of(expected->read(module + "|x")), 3),
-                   f32_of(expected->read(module + "|delta"))));
+      CHECK(agrees(delta_of(pair, f32_of(good(expected->read(module + "|x"))), 3),
+                   f32_of(good(expected->read(module + "|delta")))));
     } else {
-      CHECK(agrees(change_of(pair), f32_of(expected->read(module + "|weight|delta_weight"))));
+      CHECK(agrees(change_of(pair), f32_of(good(expected->read(module + "|weight|delta_weight")))));
     }
     ++compared;
   }
@@ -149,12 +137,12 @@ std::size_t compare_weights(std::string const& folder, Adapter const& adapter) {
     CAPTURE(module);
     ++compared;
     if (expected->find(module + "|x") != nullptr) {
-      CHECK(agrees(delta_of(pair, f32_of(expected->read(module + "|x")), 3),
-                   f32_of(expected->read(module + "|delta"))));
+      CHECK(agrees(delta_of(pair, f32_of(good(expected->read(module + "|x"))), 3),
+                   f32_of(good(expected->read(module + "|delta")))));
       continue;
     }
-    std::vector<float> const theirs = f32_of(expected->read(
-        prefix + (down ? "|down_proj|delta_weight" : ".base_layer|gate_up_proj|delta_weight")));
+    std::vector<float> const theirs = f32_of(good(expected->read(
+        prefix + (down ? "|down_proj|delta_weight" : ".base_layer|gate_up_proj|delta_weight"))));
     std::vector<float> const ours = change_of(pair);
     std::size_t const part = pair.linear == ExpertLinear::up ? 1 : 0;
     std::size_t const parts = down ? 1 : 2;

@@ -9,15 +9,14 @@
 
 using namespace atlas::lora;
 using namespace atlas::lora::detail;
-using atlas::lora::testing::says;
+using namespace atlas::lora::testing;
 
 namespace {
 
 std::string fault_of(std::string const& text) {
-  auto const json = parse_json(text, "some.json");
-  REQUIRE_FALSE(json);
-  CHECK(json.error().code == Errc::bad_file);
-  return json.error().message;
+  Error const error = bad(parse_json(text, "some.json"));
+  CHECK(error.code == Errc::bad_file);
+  return error.message;
 }
 
 }  // namespace

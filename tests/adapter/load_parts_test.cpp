@@ -6,7 +6,6 @@
 #include <doctest/doctest.h>
 
 #include <cstdint>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -17,12 +16,6 @@ using namespace atlas::lora;
 using namespace atlas::lora::testing;
 
 namespace {
-
-std::vector<float> values_of(HostTensor const& tensor) {
-  std::vector<float> out(tensor.bytes.size() / sizeof(float));
-  std::memcpy(out.data(), tensor.bytes.data(), tensor.bytes.size());
-  return out;
-}
 
 std::string const fused_both =
     config_of("\"q_proj\"", R"(,"target_parameters":["mlp.experts.gate_up_proj","mlp.experts.down_proj"])");
@@ -85,12 +78,12 @@ TEST_CASE("the expert is slowest in lora_A and fastest in lora_B") {
                q_pair(0),
            moe_of(2, 1, 1), {.fused_expert_axes = FusedExpertAxes::current});
   REQUIRE(adapter.experts.size() == 2);
-  CHECK(values_of(adapter.experts[0].a) == std::vector<float>{1, 2});
-  CHECK(values_of(adapter.experts[0].b) == std::vector<float>{10, 30});  // 1 * 10 + 2 * 30 = 70
-  CHECK(values_of(adapter.experts[1].a) == std::vector<float>{3, 4});
-  CHECK(values_of(adapter.experts[1].b) == std::vector<float>{20, 40});  // 3 * 20 + 4 * 40 = 220
+  CHECK(f32_of(adapter.experts[0].a) == std::vector<float>{1, 2});
+  CHECK(f32_of(adapter.experts[0].b) == std::vector<float>{10, 30});  // 1 * 10 + 2 * 30 = 70
+  CHECK(f32_of(adapter.experts[1].a) == std::vector<float>{3, 4});
+  CHECK(f32_of(adapter.experts[1].b) == std::vector<float>{20, 40});  // 3 * 20 + 4 * 40 = 220
   for (std::size_t i = 0; i < 2; ++i) {
-    auto const a = values_of(adapter.experts[i].a), b = values_of(adapter.experts[i].b);
+    auto const a = f32_of(adapter.experts[i].a), b = f32_of(adapter.experts[i].b);
     CHECK(adapter.experts[i].scale * (a[0] * b[0] + a[1] * b[1]) == (i == 0 ? 70.0F : 220.0F));
   }
 }
@@ -112,12 +105,12 @@ TEST_CASE("the older way round, with in and out swapped, is told by shape and gi
   Adapter const b = good(config, before + q, shape);
   REQUIRE(a.experts.size() == 4);
   REQUIRE(b.experts.size() == 4);
-  CHECK(values_of(a.experts[0].a) == std::vector<float>{1, 2, 3});
-  CHECK(values_of(a.experts[1].b) == std::vector<float>{20});  // up of expert 0
-  CHECK(values_of(a.experts[2].b) == std::vector<float>{30});  // gate of expert 1
+  CHECK(f32_of(a.experts[0].a) == std::vector<float>{1, 2, 3});
+  CHECK(f32_of(a.experts[1].b) == std::vector<float>{20});  // up of expert 0
+  CHECK(f32_of(a.experts[2].b) == std::vector<float>{30});  // gate of expert 1
   for (std::size_t i = 0; i < 4; ++i) {
-    CHECK(values_of(a.experts[i].a) == values_of(b.experts[i].a));
-    CHECK(values_of(a.experts[i].b) == values_of(b.experts[i].b));
+    CHECK(f32_of(a.experts[i].a) == f32_of(b.experts[i].a));
+    CHECK(f32_of(a.experts[i].b) == f32_of(b.experts[i].b));
   }
   CHECK(says(bad(config, before + q, shape, {.fused_expert_axes = FusedExpertAxes::current}).message,
              "is [2, 2] and its lora_B [3, 2], the model needs [any, 3] and [2, any]"));
@@ -139,12 +132,12 @@ TEST_CASE("which way round is never a guess: another parameter of the file or th
   CHECK(says(unclear.message, "LoadOptions::fused_expert_axes must say"));
   auto const current = good(one, gate_up + q_pair(0), shape, {.fused_expert_axes = FusedExpertAxes::current});
   auto const older = good(one, gate_up + q_pair(0), shape, {.fused_expert_axes = FusedExpertAxes::older});
-  CHECK(values_of(current.experts[0].a) != values_of(older.experts[0].a));
+  CHECK(f32_of(current.experts[0].a) != f32_of(older.experts[0].a));
   CHECK_FALSE(current.digest == older.digest);
   auto const told = good(fused_both, gate_up + down + q_pair(0), shape);
-  CHECK(values_of(told.experts[0].a) == values_of(current.experts[0].a));
+  CHECK(f32_of(told.experts[0].a) == f32_of(current.experts[0].a));
   auto const told_older = good(fused_both, gate_up + down_before + q_pair(0), shape);
-  CHECK(values_of(told_older.experts[0].a) == values_of(older.experts[0].a));
+  CHECK(f32_of(told_older.experts[0].a) == f32_of(older.experts[0].a));
   // Two ways in one file.
   ModelShape const clear = tiny_moe(1);
   Error const both = bad(fused_both, fused_gate_up() + pair_of("model.layers.0.mlp.experts", 6, 8, 8), clear);

@@ -9,17 +9,14 @@
 #include <utility>
 #include <vector>
 
-#include "adapter_files.hpp"
+#include "loading.hpp"
 
 using namespace atlas::lora;
 using namespace atlas::lora::testing;
 
 namespace {
 
-std::string with(std::string const& more) {
-  return R"({"peft_type":"LORA","r":2,"lora_alpha":4,"target_modules":["q_proj"])" +
-         (more.empty() ? "" : "," + more) + "}";
-}
+std::string with(std::string const& more) { return config_of("\"q_proj\"", more.empty() ? "" : "," + more); }
 
 ModelShape model(bool tied) {
   ModelConfig config = tiny_config(1);
@@ -27,25 +24,19 @@ ModelShape model(bool tied) {
   return *model_shape(config);
 }
 
-std::vector<TestTensor> const q = pair_of("model.layers.0.self_attn.q_proj", 8, 8, 2);
+std::vector<TestTensor> const q = q_pair(0);
 std::string const rows_key = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta";
 
 Result<Adapter> load(std::string const& config, std::vector<TestTensor> const& more, bool tied = false,
                      LoadOptions const& options = {}) {
-  TemporaryFolder const folder;
-  write_adapter(folder, config, q + more);
-  return load_adapter(folder.path(), model(tied), options);
+  return testing::load(config, q + more, model(tied), options);
 }
 std::string fault(std::string const& config, std::vector<TestTensor> const& more, bool tied = false) {
-  auto const adapter = load(config, more, tied);
-  REQUIRE_FALSE(adapter);
-  return adapter.error().message;
+  return testing::bad(load(config, more, tied)).message;
 }
 Digest digest(std::string const& config, std::vector<TestTensor> const& more = {},
               LoadOptions const& options = {}) {
-  auto const adapter = load(config, more, false, options);
-  REQUIRE_MESSAGE(adapter, (adapter ? "" : adapter.error().message));
-  return adapter->digest;
+  return testing::good(load(config, more, false, options)).digest;
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 #include "../outcome.hpp"
 
 using namespace atlas::lora;
-using atlas::lora::testing::says;
+using namespace atlas::lora::testing;
 
 namespace {
 
@@ -25,10 +25,9 @@ ModelDescription two_layers() {
 }
 
 std::string fault_of(ModelDescription description) {
-  auto const shape = ModelShape::create(std::move(description));
-  REQUIRE_FALSE(shape);
-  CHECK(shape.error().code == Errc::invalid_argument);
-  return shape.error().message;
+  Error const error = bad(ModelShape::create(std::move(description)));
+  CHECK(error.code == Errc::invalid_argument);
+  return error.message;
 }
 
 }  // namespace

@@ -10,7 +10,10 @@
 
 #include <doctest/doctest.h>
 
+#include "../outcome.hpp"
+
 using namespace atlas::lora;
+using namespace atlas::lora::testing;
 
 namespace {
 
@@ -86,19 +89,10 @@ Result<Adapter> build(Adapter adapter, bool tied, OverlayOptions const& options 
                        ServedTables<HostServedTable<T>>{&served, tied ? nullptr : &served_head}, options);
 }
 
-Adapter built(Result<Adapter> result) {
-  REQUIRE_MESSAGE(result, (result ? "" : result.error().message));
-  return std::move(*result);
-}
-Error failed(Result<Adapter> const& result) {
-  REQUIRE_FALSE(result);
-  return result.error();
-}
-
 }  // namespace
 
 TEST_CASE("retrained rows are the overrides, ascending, each the row that its place in the list says") {
-  Adapter const adapter = built(build(of(retrained({7, 5}, {1, 2, 3, 4, 10, 20, 30, 40})), false));
+  Adapter const adapter = good(build(of(retrained({7, 5}, {1, 2, 3, 4, 10, 20, 30, 40})), false));
   CHECK(adapter.raw_overlay.empty());
   CHECK(adapter.overlay.embedding.ids == Ids{5, 7});
   CHECK(values_of(adapter.overlay.embedding) == std::vector<float>{10, 20, 30, 40, 1, 2, 3, 4});
@@ -114,7 +108,7 @@ TEST_CASE("of a whole table the changed rows are kept, and retrained ones win ov
   values[6 * 4] = 99.0F;
   RawTokenTable raw = retrained({6, 1}, {60, 61, 62, 63, 10, 11, 12, 13});
   raw.table = matrix("table", vocab, values);
-  Adapter const adapter = built(build(of(raw), false));
+  Adapter const adapter = good(build(of(raw), false));
   CHECK(adapter.overlay.embedding.ids == Ids{1, 2, 6});
   CHECK(values_of(adapter.overlay.embedding) ==
         std::vector<float>{10, 11, 12, 13, 2.0F, 2.75F, 2.5F, 2.75F, 60, 61, 62, 63});
@@ -123,7 +117,7 @@ TEST_CASE("of a whole table the changed rows are kept, and retrained ones win ov
   raw.rows->type = ElementType::bf16;
   raw.rows->bytes.resize(2 * 4 * 2);
   raw.rows->bytes[1] = std::byte{0x40};  // bf16 2.0, the first value of the row for token 6
-  Adapter const mixed = built(build(of(raw), false));
+  Adapter const mixed = good(build(of(raw), false));
   CHECK(mixed.overlay.embedding.rows.type == ElementType::f32);
   CHECK(values_of(mixed.overlay.embedding) ==
         std::vector<float>{0, 0, 0, 0, 2.0F, 2.75F, 2.5F, 2.75F, 2, 0, 0, 0});
@@ -138,10 +132,10 @@ TEST_CASE_TEMPLATE("tables are compared as the served type holds them, exactly o
   values[5 * 4 + 3] += 1.0F;
   raw.table = matrix("table", vocab, values);
   bool const coarse = std::is_same_v<T, __nv_bfloat16>;
-  CHECK(built(build<T>(of(raw), false)).overlay.embedding.ids == (coarse ? Ids{4, 5} : Ids{3, 4, 5}));
-  CHECK(built(build<T>(of(raw), false, {.threshold = 0.1F})).overlay.embedding.ids == Ids{4, 5});
-  CHECK(built(build<T>(of(raw), false, {.threshold = 0.25F})).overlay.embedding.ids == Ids{5});
-  CHECK(built(build<T>(of(raw), false, {.threshold = 1.0F})).overlay.empty());
+  CHECK(good(build<T>(of(raw), false)).overlay.embedding.ids == (coarse ? Ids{4, 5} : Ids{3, 4, 5}));
+  CHECK(good(build<T>(of(raw), false, {.threshold = 0.1F})).overlay.embedding.ids == Ids{4, 5});
+  CHECK(good(build<T>(of(raw), false, {.threshold = 0.25F})).overlay.embedding.ids == Ids{5});
+  CHECK(good(build<T>(of(raw), false, {.threshold = 1.0F})).overlay.empty());
 }
 
 TEST_CASE("a row with NaN is a change where NaN is allowed at all, and an error else") {
@@ -150,16 +144,16 @@ TEST_CASE("a row with NaN is a change where NaN is allowed at all, and an error 
   values[3 * 4] = std::numeric_limits<float>::quiet_NaN();
   raw.table = matrix("table", vocab, values);
   OverlayOptions options{.threshold = 100.0F};
-  CHECK(failed(build(of(raw), false, options)).code == Errc::out_of_range);
+  CHECK(bad(build(of(raw), false, options)).code == Errc::out_of_range);
   options.conversion.keep_non_finite = true;
-  CHECK(built(build(of(raw), false, options)).overlay.embedding.ids == Ids{3});
+  CHECK(good(build(of(raw), false, options)).overlay.embedding.ids == Ids{3});
 }
 
 TEST_CASE("without the served table every row of a whole one is the adapter's own") {
   RawTokenTable raw;
   raw.table = matrix("table", vocab, table_values());
-  CHECK(built(build(of(raw), false)).overlay.empty());
-  Adapter const adapter = built(build_overlay<float>(of(raw), model(false)));
+  CHECK(good(build(of(raw), false)).overlay.empty());
+  Adapter const adapter = good(build_overlay<float>(of(raw), model(false)));
   CHECK(adapter.overlay.embedding.ids == Ids{0, 1, 2, 3, 4, 5, 6, 7});
   CHECK(values_of(adapter.overlay.embedding) == table_values());
 }
@@ -167,18 +161,18 @@ TEST_CASE("without the served table every row of a whole one is the adapter's ow
 TEST_CASE("the head's rows are its own, alone or beside the embedding's, and compared with the served head") {
   RawTokenTable head;
   head.table = matrix("head", vocab, table_values());  // the served head is its negative: only 0 agrees
-  Adapter const alone = built(build(of({}, head), false));
+  Adapter const alone = good(build(of({}, head), false));
   CHECK(alone.overlay.embedding.empty());
   CHECK(alone.overlay.head.ids == Ids{0, 1, 2, 3, 4, 5, 6, 7});  // row 0 is 0, 0.25, ...
   CHECK_FALSE(alone.overlay.head_is_embedding);
-  Adapter const both = built(build(of(retrained({5}, {1, 2, 3, 4}), retrained({2}, {5, 6, 7, 8})), true));
+  Adapter const both = good(build(of(retrained({5}, {1, 2, 3, 4}), retrained({2}, {5, 6, 7, 8})), true));
   CHECK(both.overlay.embedding.ids == Ids{5});
   CHECK(both.overlay.head.ids == Ids{2});
   CHECK_FALSE(both.overlay.head_is_embedding);  // its own rows are honoured although it is tied
-  Adapter const tied = built(build(of(retrained({5}, {1, 2, 3, 4})), true));
+  Adapter const tied = good(build(of(retrained({5}, {1, 2, 3, 4})), true));
   CHECK(tied.overlay.head_is_embedding);
   CHECK(tied.overlay.head.empty());
-  CHECK(built(build(of({}, head), true)).overlay.empty());  // a tied head is compared with the embedding
+  CHECK(good(build(of({}, head), true)).overlay.empty());  // a tied head is compared with the embedding
 }
 
 TEST_CASE("LoRA on the embedding is the rows that it changes, needs the served table and leaves the head") {
@@ -187,56 +181,56 @@ TEST_CASE("LoRA on the embedding is the rows that it changes, needs the served t
   raw.lora_b = matrix("lora_embedding_B", hidden, {1, 0, 0, 0.5F}, 1);
   raw.lora_scale = 2.0F;
   for (bool const tied : {false, true}) {
-    Adapter const adapter = built(build(of(raw), tied));
+    Adapter const adapter = good(build(of(raw), tied));
     CHECK(adapter.overlay.embedding.ids == Ids{1, 7});
     CHECK(values_of(adapter.overlay.embedding) ==
           std::vector<float>{3.0F, 1.25F, 1.5F, 2.75F, 5.0F, 7.25F, 7.5F, 6.75F});
     CHECK_FALSE(adapter.overlay.head_is_embedding);
   }
-  Error const refused = failed(build_overlay<float>(of(raw), model(false)));
+  Error const refused = bad(build_overlay<float>(of(raw), model(false)));
   CHECK(refused.code == Errc::unsupported);
-  CHECK(refused.message.find("'lora_embedding_A': LoRA on an embedding needs the served table") !=
-        std::string::npos);
+  CHECK(says(refused.message, "'lora_embedding_A': LoRA on an embedding needs the served table"));
   raw.ids = {1};
   raw.rows = matrix("rows", 1, {1, 2, 3, 4});
-  CHECK(failed(build(of(raw), false)).code == Errc::unsupported);
+  CHECK(bad(build(of(raw), false)).code == Errc::unsupported);
 }
 
 TEST_CASE("what does not fit the model is refused by name and id") {
-  auto const says = [](Result<Adapter> const& result, Errc code, char const* words) {
-    Error const error = failed(result);
+  auto const refused = [](Result<Adapter> const& result, Errc code, char const* words) {
+    Error const error = bad(result);
     CHECK(error.code == code);
-    CHECK_MESSAGE(error.message.find(words) != std::string::npos, error.message);
+    CHECK_MESSAGE(says(error.message, words), error.message);
   };
   std::vector<float> const two(8);
-  says(build(of(retrained({1, 8}, two)), false), Errc::out_of_range, "token 8 is not in the vocabulary of 8");
-  says(build(of(retrained({-1, 2}, two)), false), Errc::out_of_range, "token -1 is not in the vocabulary");
-  says(build(of(retrained({5, 5}, two)), false), Errc::out_of_range, "token 5 is said twice");
-  says(build(of(retrained({5}, two)), false), Errc::shape_mismatch, "'rows'");
+  refused(build(of(retrained({1, 8}, two)), false), Errc::out_of_range,
+          "token 8 is not in the vocabulary of 8");
+  refused(build(of(retrained({-1, 2}, two)), false), Errc::out_of_range, "token -1 is not in the vocabulary");
+  refused(build(of(retrained({5, 5}, two)), false), Errc::out_of_range, "token 5 is said twice");
+  refused(build(of(retrained({5}, two)), false), Errc::shape_mismatch, "'rows'");
   RawTokenTable shorter;
   shorter.table = matrix("table", 7, std::vector<float>(28));
-  says(build(of(shorter), false), Errc::shape_mismatch, "'table'");
+  refused(build(of(shorter), false), Errc::shape_mismatch, "'table'");
   RawTokenTable unpaired;
   unpaired.lora_a = matrix("a", 1, std::vector<float>(8), vocab);
-  says(build(of(unpaired), false), Errc::unmatched, "one tensor of two");
-  says(build(of(retrained({1}, {1, 2, 3, 4})), false, {.threshold = -1.0F}), Errc::invalid_argument,
-       "threshold");
+  refused(build(of(unpaired), false), Errc::unmatched, "one tensor of two");
+  refused(build(of(retrained({1}, {1, 2, 3, 4})), false, {.threshold = -1.0F}), Errc::invalid_argument,
+          "threshold");
   ModelDescription unknown;
   unknown.num_layers = 1;
   unknown.modules = {{"q", 4, 4, {0}, {}}};
-  says(build_overlay<float>(of(retrained({1}, {1, 2, 3, 4})), *ModelShape::create(unknown)),
-       Errc::invalid_argument, "not known");
+  refused(build_overlay<float>(of(retrained({1}, {1, 2, 3, 4})), *ModelShape::create(unknown)),
+          Errc::invalid_argument, "not known");
   RawTokenTable large;
   large.table = matrix("table", vocab, std::vector<float>(32, 70000.0F));
-  says(build<__half>(of(large), false), Errc::out_of_range, "'table'");
+  refused(build<__half>(of(large), false), Errc::out_of_range, "'table'");
 }
 
 TEST_CASE("an adapter without token rows stays what it is, and how rows were built is part of the digest") {
-  CHECK(built(build(of({}), false)).digest == Digest{1, 2});
+  CHECK(good(build(of({}), false)).digest == Digest{1, 2});
   RawTokenTable raw;
   raw.table = matrix("table", vocab, table_values());
-  Digest const exact = built(build(of(raw), false)).digest;
-  CHECK(exact == built(build(of(raw), false)).digest);
-  CHECK_FALSE(exact == built(build(of(raw), false, {.threshold = 0.5F})).digest);
-  CHECK_FALSE(exact == built(build_overlay<float>(of(raw), model(false))).digest);
+  Digest const exact = good(build(of(raw), false)).digest;
+  CHECK(exact == good(build(of(raw), false)).digest);
+  CHECK_FALSE(exact == good(build(of(raw), false, {.threshold = 0.5F})).digest);
+  CHECK_FALSE(exact == good(build_overlay<float>(of(raw), model(false))).digest);
 }

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -22,17 +21,8 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-std::vector<float> f32_of(HostTensor const& tensor) {
-  std::vector<float> out(tensor.bytes.size() / element_bytes(tensor.type));
-  REQUIRE(convert<float>(tensor, std::span<float>(out)).has_value());
-  return out;
-}
 std::vector<float> read(std::string const& file, std::string const& name) {
-  auto const opened = SafetensorsFile::open(file);
-  REQUIRE_MESSAGE(opened, (opened ? "" : opened.error().message));
-  auto const tensor = opened->read(name);
-  REQUIRE_MESSAGE(tensor, (tensor ? "" : tensor.error().message));
-  return f32_of(*tensor);
+  return f32_of(good(good(SafetensorsFile::open(file)).read(name)));
 }
 
 // A real adapter, built against the base's tables of 320 tokens of 64 elements.
@@ -45,15 +35,10 @@ struct Built {
       : folder(test_data() + "/peft/" + name),
         embedding(read(folder + "/base_subset.safetensors", "model.embed_tokens" + suffix)),
         head(read(folder + "/base_subset.safetensors", "lm_head" + head_suffix)) {
-    auto const shape = model_shape(*read_model_config(folder + "/config.json"));
-    REQUIRE(shape);
-    auto raw = load_adapter(folder, *shape);
-    REQUIRE_MESSAGE(raw, (raw ? "" : raw.error().message));
+    ModelShape const shape = good(model_shape(good(read_model_config(folder + "/config.json"))));
     HostServedTable<float> embedding_table(embedding.data(), 64), head_table(head.data(), 64);
-    auto result = build_overlay(*std::move(raw), *shape,
-                                ServedTables<HostServedTable<float>>{&embedding_table, &head_table});
-    REQUIRE_MESSAGE(result, (result ? "" : result.error().message));
-    adapter = *std::move(result);
+    adapter = good(build_overlay(good(load_adapter(folder, shape)), shape,
+                                 ServedTables<HostServedTable<float>>{&embedding_table, &head_table}));
   }
 
   [[nodiscard]] std::vector<float> from_file(std::string const& name) const {

@@ -6,13 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <stop_token>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <doctest/doctest.h>
 
+#include "both_tiers.hpp"
 #include "moe_pool.hpp"
 #include "tiny_pool.hpp"
 
@@ -20,28 +19,8 @@ namespace {
 
 using namespace atlas_test;
 
-// Gives every name one adapter.
-struct OneAdapter {
-  Adapter adapter;
-  Result<Adapter> operator()(std::string_view, std::stop_token const&) const noexcept { return adapter; }
-};
-template <Element T>
-using Tier = HostTier<T, OneAdapter>;
-
-template <Element T>
-Tier<T> tier_of(Adapter const& adapter, std::size_t block_bytes, PackOptions const& packing = {}) {
-  auto const arena = PinnedArena::create(HostBackend{}, 64 << 10, block_bytes);
-  REQUIRE(arena.has_value());
-  return Tier<T>(moe_shape(), *arena, OneAdapter{adapter}, packing);
-}
-
-template <Element T>
-AdapterPool<T, ScriptedBackend> pool_of(std::size_t expert_bytes = 1 << 20, std::int32_t max_rank = 8) {
-  auto pool = AdapterPool<T, ScriptedBackend>::create(
-      moe_shape(), {.max_slots = 1, .spare = 1, .max_rank = max_rank, .expert_bytes = expert_bytes});
-  REQUIRE(pool.has_value());
-  return *std::move(pool);
-}
+constexpr PoolOptions one_slot{
+    .max_slots = 1, .spare = 1, .max_rank = 8, .expert_bytes = std::size_t{1} << 20};
 
 // All that a slot 0's cell reaches: A at the padded rank, B and bias.
 template <Element T>
@@ -103,7 +82,7 @@ TEST_CASE_TEMPLATE("an adapter with experts comes through the host tier with the
     Adapter const some = moe_adapter(3, rank, {{1, ExpertLinear::up}, {3, ExpertLinear::down}}, false);
     Adapter const biased = moe_adapter(4, rank, every_linear(), true, true);
     for (Adapter const& adapter : {some, biased, fused(biased)}) {
-      auto direct = pool_of<T>();
+      auto direct = pool_of<T>(moe_shape(), one_slot);
       load(direct, "x", before);
       step(direct);
       REQUIRE(direct.unload("x").has_value());
@@ -112,8 +91,8 @@ TEST_CASE_TEMPLATE("an adapter with experts comes through the host tier with the
       REQUIRE(holds_experts(direct, 0, &adapter));
       for (std::size_t const block_bytes : {sizeof(T), std::size_t{52}, std::size_t{64} << 10}) {
         INFO("rank ", rank, ", blocks of ", block_bytes);
-        auto tier = tier_of<T>(adapter, block_bytes);
-        auto pool = pool_of<T>();
+        auto tier = tier_of<T>(moe_shape(), adapter, block_bytes);
+        auto pool = pool_of<T>(moe_shape(), one_slot);
         load(pool, "x", before);
         step(pool);
         REQUIRE(pool.unload("x").has_value());
@@ -141,8 +120,8 @@ TEST_CASE("experts and routers count in the bytes of both tiers, and an A that i
       fused(moe_adapter(3, 8, {{0, ExpertLinear::gate}, {0, ExpertLinear::up}}, true, true));
   // q: 8 * 10 + 6 * 8 elements; router: 8 * 10 + 4 * 8; gate: 8 * 10 + 6 * 8 + 6; up: 6 * 8 + 6.
   constexpr std::size_t bytes = 4 * (128 + 112 + 134 + 54);
-  auto tier = tier_of<float>(adapter, 4);
-  auto pool = pool_of<float>();
+  auto tier = tier_of<float>(moe_shape(), adapter, 4);
+  auto pool = pool_of<float>(moe_shape(), one_slot);
   REQUIRE(promote(pool, tier, "a").has_value());
   step(pool);
   CHECK(tier.snapshot().bytes == bytes);
@@ -153,10 +132,10 @@ TEST_CASE("experts and routers count in the bytes of both tiers, and an A that i
 TEST_CASE(
     "a pool without memory for experts refuses them packed, or leaves them out where either side says so") {
   Adapter const adapter = moe_adapter(3, 5, every_linear());
-  auto strict = tier_of<float>(adapter, 64);
-  auto lenient = tier_of<float>(adapter, 64, {.leave_out_unserved = true});
+  auto strict = tier_of<float>(moe_shape(), adapter, 64);
+  auto lenient = tier_of<float>(moe_shape(), adapter, 64, {.leave_out_unserved = true});
   StageOptions const leave_out{.packing = {.leave_out_unserved = true}};
-  auto pool = pool_of<float>(0);
+  auto pool = pool_of<float>(moe_shape(), {.max_slots = 1, .spare = 1, .max_rank = 8});
   auto const refused = promote(pool, strict, "a");
   REQUIRE_FALSE(refused.has_value());
   CHECK(refused.error() == Error{Errc::unsupported,
@@ -171,15 +150,15 @@ TEST_CASE(
   CHECK(slot_holds(pool, 0, &adapter));
   CHECK(pool.snapshot().slots[0].rank == 5);
   CHECK(pool.snapshot().slots[0].bytes == 4 * (5 * 10 + 6 * 8));  // q alone
-  auto serving = pool_of<float>();
+  auto serving = pool_of<float>(moe_shape(), one_slot);
   REQUIRE(promote(serving, lenient, "a").has_value());  // here they are served, and so not left out
   step(serving);
   CHECK(holds_experts(serving, 0, &adapter));
 }
 
 TEST_CASE("ranks of packed experts and routers beyond the pool's are refused by name") {
-  auto tier = tier_of<float>(moe_adapter(3, 9, {{2, ExpertLinear::down}}), 64);
-  auto pool = pool_of<float>();
+  auto tier = tier_of<float>(moe_shape(), moe_adapter(3, 9, {{2, ExpertLinear::down}}), 64);
+  auto pool = pool_of<float>(moe_shape(), one_slot);
   auto const refused = promote(pool, tier, "a");
   REQUIRE_FALSE(refused.has_value());
   CHECK(refused.error() == Error{Errc::rank_exceeds_pool,
@@ -190,19 +169,10 @@ TEST_CASE("ranks of packed experts and routers beyond the pool's are refused by 
 
 TEST_CASE("a promotion that fails on the way gives its memory for experts back") {
   Adapter const adapter = moe_adapter(3, 5, every_linear());
-  auto tier = tier_of<float>(adapter, 64);
+  auto tier = tier_of<float>(moe_shape(), adapter, 64);
   ScriptedBackend backend;
   MoePool pool = make_moe_pool(1, needed(adapter), backend);
-  int failures = 0;
-  for (std::int64_t nth = 0; nth < 1000; ++nth) {
-    backend.script().fail_at = backend.script().calls + nth;
-    auto const staged = promote(pool, tier, "a");
-    backend.script().fail_at = -1;
-    if (staged) break;
-    ++failures;
-    CHECK(staged.error().code == Errc::device);
-  }
-  CHECK(failures > 20);
+  CHECK(promote_through_faults(pool, tier, backend) > 20);
   step(pool);
   CHECK(holds_experts(pool, 0, &adapter));
 }

@@ -5,11 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <stop_token>
-#include <string_view>
 
 #include <doctest/doctest.h>
 
+#include "both_tiers.hpp"
 #include "moe_pool.hpp"
 #include "overlay_pool.hpp"
 #include "tiny_pool.hpp"
@@ -17,28 +16,6 @@
 namespace {
 
 using namespace atlas_test;
-
-// Gives every name one adapter.
-struct OneAdapter {
-  Adapter adapter;
-  Result<Adapter> operator()(std::string_view, std::stop_token const&) const noexcept { return adapter; }
-};
-
-template <Element T>
-HostTier<T, OneAdapter> tier_of(ModelShape const& shape, Adapter const& adapter, std::size_t block_bytes,
-                                PackOptions const& packing = {}) {
-  auto const arena = PinnedArena::create(HostBackend{}, 64 << 10, block_bytes);
-  REQUIRE(arena.has_value());
-  return HostTier<T, OneAdapter>(shape, *arena, OneAdapter{adapter}, packing);
-}
-
-template <Element T>
-AdapterPool<T, ScriptedBackend> pool_of(ModelShape const& shape, PoolOptions const& options,
-                                        ScriptedBackend const& backend = {}) {
-  auto pool = AdapterPool<T, ScriptedBackend>::create(shape, options, backend);
-  REQUIRE(pool.has_value());
-  return *std::move(pool);
-}
 
 // The model with experts, and a vocabulary.
 ModelShape both_shape() {
@@ -172,16 +149,7 @@ TEST_CASE("a promotion of experts and token rows that fails on the way gives the
                               .expert_bytes = std::size_t{1} << 20,
                               .overlay_bytes = bytes_of(2, 3)},
                              backend);
-  int failures = 0;
-  for (std::int64_t nth = 0; nth < 1000; ++nth) {
-    backend.script().fail_at = backend.script().calls + nth;
-    auto const staged = promote(pool, tier, "a");
-    backend.script().fail_at = -1;
-    if (staged) break;
-    ++failures;
-    CHECK(staged.error().code == Errc::device);
-  }
-  CHECK(failures > 20);
+  CHECK(promote_through_faults(pool, tier, backend) > 20);
   step(pool);
   CHECK(holds_experts(pool, 0, &adapter));
   check_cell(pool, 0, adapter, 3);

@@ -20,15 +20,6 @@ using namespace atlas_test;
 
 constexpr PoolOptions roomy{.max_slots = 2, .spare = 1, .max_rank = 16, .biases = true};
 
-// Fails the call `n` from now on.
-void arm(ScriptedBackend& backend, std::int64_t n) { backend.script().fail_at = backend.script().calls + n; }
-// Stops failing; whether the armed call came.
-bool disarm(ScriptedBackend& backend) {
-  bool const came = backend.script().calls > backend.script().fail_at;
-  backend.script().fail_at = -1;
-  return came;
-}
-
 TEST_CASE("a pool that cannot be made whole leaves nothing behind") {
   std::int64_t failures = 0;
   for (bool came = true; came; ++failures) {

@@ -9,6 +9,7 @@
 
 #include <doctest/doctest.h>
 
+#include "../outcome.hpp"
 #include "atlas/lora/pool/pool.hpp"
 #include "overlay_pool.hpp"
 #include "scripted_backend.hpp"
@@ -17,6 +18,7 @@
 namespace {
 
 using namespace atlas_test;
+using atlas::lora::testing::says;
 
 template <Element T = float>
 AdapterPool<T, ScriptedBackend> overlay_pool(PoolOptions const& options,
@@ -127,7 +129,7 @@ TEST_CASE("rows that a pool cannot hold are refused by name, cost nothing, and a
     auto const staged = pool.load("a", adapter);
     REQUIRE_FALSE(staged.has_value());
     CHECK(staged.error().code == expected);
-    CHECK_MESSAGE(staged.error().message.find(words) != std::string::npos, staged.error().message);
+    CHECK_MESSAGE(says(staged.error().message, words), staged.error().message);
     CHECK(backend.script().calls == calls);
   };
   refused(overlaid(1, {1, 2, 3}, {}), Errc::out_of_memory, "token rows need");
@@ -149,7 +151,7 @@ TEST_CASE("rows that a pool cannot hold are refused by name, cost nothing, and a
   auto const without = bare.load("a", one);
   REQUIRE_FALSE(without.has_value());
   CHECK(without.error().code == Errc::unsupported);
-  CHECK(without.error().message.find("the pool was made without token overlays") != std::string::npos);
+  CHECK(says(without.error().message, "the pool was made without token overlays"));
   load(bare, "a", one, {.packing = {.leave_out_unserved = true}});
 }
 
@@ -168,7 +170,7 @@ TEST_CASE("adapters that nobody reads give way to rows that need their room, and
     REQUIRE_FALSE(busy.has_value());
     CHECK(busy.error().code == Errc::overlay_memory_busy);
     CHECK(retryable(busy.error().code));
-    CHECK(busy.error().message.find("adapter 'c'") != std::string::npos);
+    CHECK(says(busy.error().message, "adapter 'c'"));
     CHECK(pool.names() == std::vector<std::string>{"a", "b"});
   }
   step(pool);

@@ -20,10 +20,12 @@
 #include <doctest/doctest.h>
 
 #include "atlas/lora/pool/host_tier.hpp"
+#include "overlay_pool.hpp"
 #include "tiny_pool.hpp"
 
 // Sixteen threads on one pool and one host tier while calls of the device and of the reader fail at random:
-// two engines with a stream each, eight requests, four loaders, an operator and an observer.
+// two engines with a stream each, eight requests, four loaders, an operator and an observer. Half of the
+// contents have token rows, for which the pool's room is short.
 namespace {
 
 using namespace atlas_test;
@@ -117,6 +119,27 @@ std::uint32_t content_of(std::size_t index, std::uint32_t version) {
   return static_cast<std::uint32_t>(index % num_names) * versions + version % versions + 1;
 }
 
+// The model, with a vocabulary.
+ModelShape storm_shape() { return tiny_shape(vocab, hidden); }
+
+bool has_rows(std::uint32_t content) { return content % 2 == 0; }
+Ids own_tokens(std::uint32_t content) {
+  auto const first = static_cast<std::int32_t>(content % 6);
+  return {first, first + 6};
+}
+// As much as three contents with rows, or one with all rows, take.
+constexpr std::size_t room_for_rows = 3 * 256;
+
+Adapter storm_adapter(std::uint32_t content) {
+  Adapter adapter =
+      tiny_adapter(storm_shape(), content, 1 + static_cast<std::int32_t>(content % 8), {0, 3, 4});
+  if (has_rows(content)) {
+    adapter.overlay = {own_rows(content, 0, own_tokens(content)), own_rows(content, 1, {11}), false, vocab,
+                       hidden};
+  }
+  return adapter;
+}
+
 struct Files {
   std::array<std::atomic<std::uint32_t>, num_names> version{};
   std::atomic<std::uint64_t> reads = 0;
@@ -128,12 +151,26 @@ struct Reader {
     if (stop.stop_requested()) return fail(Errc::cancelled, "cancelled");
     auto const index = static_cast<std::size_t>(name.back() - '0');
     std::uint32_t const content = content_of(index, files->version[index]);
-    return tiny_adapter(tiny_shape(), content, 1 + static_cast<std::int32_t>(content % 8), {0, 3, 4});
+    return storm_adapter(content);
   }
 };
 
+// Whether a slot's overlay cell and its rows are those of the content.
+bool rows_are_whole(OverlayTable<float> const& table, std::int32_t slot, std::uint32_t content) {
+  OverlayCell<float> const& cell = *table.cell(slot);
+  if (!has_rows(content)) return cell == OverlayCell<float>{};
+  if (cell.embed_count != 2 || cell.head_count != 1 || cell.head_ids[0] != 11) return false;
+  Ids const tokens = own_tokens(content);
+  if (cell.slot_map[tokens[0]] != 0 || cell.slot_map[tokens[1]] != 1) return false;
+  constexpr std::size_t last = 2 * hidden - 1;
+  return cell.embed_rows[0] == element(content, 0, 0, 0) &&
+         cell.embed_rows[last] == element(content, 0, 0, last) &&
+         cell.head_rows[hidden - 1] == element(content, 0, 1, hidden - 1);
+}
+
 // The content that all sites of a slot speak of; 0 when they do not agree with one another or with the bytes.
-std::uint32_t whole_content(std::array<RouteTable<float>, 3> const& tables, std::int32_t slot) {
+std::uint32_t whole_content(std::array<RouteTable<float>, 3> const& tables, OverlayTable<float> const& rows,
+                            std::int32_t slot) {
   constexpr std::array<std::size_t, 3> sites{0, 3, 4};
   auto const content = static_cast<std::uint32_t>(tables[0].cell(slot)->scale);
   for (std::size_t i = 0; i < tables.size(); ++i) {
@@ -145,7 +182,7 @@ std::uint32_t whole_content(std::array<RouteTable<float>, 3> const& tables, std:
     if (cell.a[last] != element(content, sites[i], 0, static_cast<std::size_t>(last))) return 0;
     if (cell.b[0] != element(content, sites[i], 1, 0)) return 0;
   }
-  return content;
+  return rows_are_whole(rows, slot, content) ? content : 0;
 }
 
 struct Storm {
@@ -155,16 +192,21 @@ struct Storm {
   Files files;
   HostTier<float, Reader> tier;
   std::array<RouteTable<float>, 3> tables;
+  OverlayTable<float> rows;
   std::atomic<bool> stop = false;
   std::atomic<std::uint64_t> operations = 0;
   std::atomic<std::uint64_t> served = 0;
+  std::atomic<std::uint64_t> served_with_rows = 0;
   std::mutex mutex;
   std::map<std::string, int> wrong;
   std::map<std::uint64_t, std::uint32_t> content_by_id;
 
   Storm(StormPool made, PinnedArena arena)
-      : backend(made.backend()), pool(std::move(made)), tier(tiny_shape(), std::move(arena), Reader{&files}) {
+      : backend(made.backend()),
+        pool(std::move(made)),
+        tier(storm_shape(), std::move(arena), Reader{&files}) {
     tables = {*pool.route(0, "q"), *pool.route(1, "up"), *pool.route(model_wide, "lm_head")};
+    rows = *pool.overlay();
   }
 
   void broke(std::string const& promise) {
@@ -209,7 +251,7 @@ struct Storm {
         std::this_thread::yield();
         continue;
       }
-      std::uint32_t const content = whole_content(tables, lease->slot());
+      std::uint32_t const content = whole_content(tables, rows, lease->slot());
       if (content < content_of(index, 0) || content > content_of(index, versions - 1)) {
         broke("a lease found another tenant's content, or torn content");
       }
@@ -218,13 +260,14 @@ struct Storm {
       if (!fork || fork->id() != lease->id() || lease->id() == base_id) {
         broke("a leased tenancy could not be leased again");
       }
-      if (whole_content(tables, lease->slot()) != content) broke("content changed under a lease");
+      if (whole_content(tables, rows, lease->slot()) != content) broke("content changed under a lease");
       {
         std::lock_guard<std::mutex> const lock(mutex);
         if (content_by_id.try_emplace(lease->id(), content).first->second != content)
           ++wrong["an id was given to two contents"];
       }
       ++served;
+      if (has_rows(content)) ++served_with_rows;
     }
   }
 
@@ -281,7 +324,8 @@ struct Storm {
 TEST_CASE("a storm of loads, steps, requests and faults loses no lease, no byte and no identity") {
   FailingBackend backend;
   {
-    auto made = StormPool::create(tiny_shape(), {.max_slots = 6, .spare = 3, .max_rank = 8}, backend);
+    auto made = StormPool::create(
+        storm_shape(), {.max_slots = 6, .spare = 3, .max_rank = 8, .overlay_bytes = room_for_rows}, backend);
     REQUIRE(made.has_value());
     auto arena = PinnedArena::create(backend, std::size_t{16} << 10, 512);
     REQUIRE(arena.has_value());
@@ -301,6 +345,7 @@ TEST_CASE("a storm of loads, steps, requests and faults loses no lease, no byte 
     for (std::thread& thread : others) thread.join();
     for (auto const& [promise, times] : storm.wrong) FAIL_CHECK(times << " times: " << promise);
     CHECK(storm.tier.snapshot().counters.failures > 0);
+    CHECK(storm.served_with_rows > 0);
     std::uint64_t failed = 0;
     for (std::size_t call = 0; call < num_calls; ++call) failed += backend.failed(call);
     MESSAGE(storm.operations.load() << " operations, " << storm.served.load() << " requests, " << failed
@@ -320,6 +365,14 @@ TEST_CASE("a storm of loads, steps, requests and faults loses no lease, no byte 
       CHECK(pool.load("after", content).has_value());
       CHECK(pool.unload("after").has_value());
     }
+    step(pool);
+    // No place holds token rows any more: an adapter that needs all their room finds it.
+    Ids const all{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
+    REQUIRE(bytes_of(12, 12) > room_for_rows - 256);
+    Adapter full = tiny_adapter(pool.shape(), 250, 8, {0});
+    full.overlay = {own_rows(250, 0, all), own_rows(250, 1, all), false, vocab, hidden};
+    load(pool, "full", full);
+    CHECK(pool.unload("full").has_value());
     step(pool);
     PoolSnapshot const after = pool.snapshot();
     CHECK(after.spare == 9);

@@ -167,4 +167,15 @@ class ScriptedBackend {
 };
 static_assert(atlas::lora::Backend<ScriptedBackend>);
 
+/// Fails the call `n` from now on.
+inline void arm(ScriptedBackend& backend, std::int64_t n) {
+  backend.script().fail_at = backend.script().calls + n;
+}
+/// Stops failing; whether the armed call came.
+inline bool disarm(ScriptedBackend& backend) {
+  bool const came = backend.script().calls > backend.script().fail_at;
+  backend.script().fail_at = -1;
+  return came;
+}
+
 }  // namespace atlas_test

@@ -23,11 +23,14 @@ namespace atlas_test {
 
 using namespace atlas::lora;
 
-/// Sites in order: (0, q), (0, up), (1, q), (1, up), lm_head. Widths are odd.
-inline ModelShape tiny_shape() {
+/// Sites in order: (0, q), (0, up), (1, q), (1, up), lm_head. Widths are odd. With a vocabulary where one is
+/// given.
+inline ModelShape tiny_shape(std::int64_t vocab = 0, std::int64_t hidden = 0) {
   ModelDescription d;
   d.num_layers = 2;
   d.modules = {{"q", 6, 10, {0, 1}, {}}, {"up", 9, 10, {0, 1}, {}}, {"lm_head", 7, 3, {model_wide}, {}}};
+  d.vocab = vocab;
+  d.hidden = hidden;
   auto shape = ModelShape::create(d);
   REQUIRE(shape.has_value());
   return *shape;

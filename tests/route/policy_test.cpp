@@ -8,11 +8,13 @@
 
 #include <doctest/doctest.h>
 
+#include "../outcome.hpp"
 #include "atlas/lora/route/row_map.hpp"
 
 namespace {
 
 using namespace atlas::lora;
+using testing::says;
 
 // What the reference writes as one integer with two meanings. On its attention path a negative one defers to
 // the active adapter, which `DeferToActive` makes of base too; on its expert path it is base.
@@ -154,8 +156,8 @@ TEST_CASE("the guard passes skip and fold, and names the path and the reason of 
   auto const refused = require_served(RouteVerdict::refuse, "mixed decode and prefill");
   REQUIRE(!refused.has_value());
   CHECK(refused.error().code == Errc::unsupported);
-  CHECK(refused.error().message.find("mixed decode and prefill") != std::string::npos);
-  CHECK(refused.error().message.find("non-active adapter") != std::string::npos);
+  CHECK(says(refused.error().message, "mixed decode and prefill"));
+  CHECK(says(refused.error().message, "non-active adapter"));
 }
 
 }  // namespace
