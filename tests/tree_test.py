@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: AGPL-3.0-only
 """What is written by hand agrees with the folders: the lists of headers, tests and examples, the version, the
-first line of every source.
+first line of every source; and every public name of a header says what it is.
 
     tree_test.py SOURCE_ROOT VERSION
 """
@@ -59,6 +59,58 @@ def check_readme():
             faults.append(f"README.md does not list examples/{name}")
 
 
+def without_template(head):
+    """A declaration behind its `template <...>`."""
+    while head.startswith("template"):
+        depth = 0
+        for at, character in enumerate(head):
+            depth += (character == "<") - (character == ">")
+            if character == ">" and depth == 0:
+                break
+        head = head[at + 1:].strip()
+    return head
+
+
+def public_declarations(source):
+    """Yields (line, head, end) of what a header declares outside of `detail`, of bodies and of what is not
+    public; lines count from 0, `end` is `;` or `{`. Comments, strings and the preprocessor's lines are blank."""
+    hidden = r"//[^\n]*|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])'"
+    code = re.sub(hidden, lambda found: re.sub(r"[^\n]", " ", found[0]), source, flags=re.MULTILINE)
+    code = re.sub(r"^([ \t]*(?:public|private|protected)):", r"\1@", code, flags=re.MULTILINE)
+    scopes = []  # of each open brace: whether a user may name what is declared there
+    start, parentheses = None, 0
+    for at, character in enumerate(code):
+        if start is None and not character.isspace() and character not in ";}":
+            start = at
+        parentheses += (character == "(") - (character == ")")
+        if character == "@":
+            scopes[-1] = code[start:at].strip() == "public"
+            start = None
+        elif character in ";{}" and parentheses == 0:
+            head = code[start:at].strip() if start is not None else ""
+            if head and all(scopes):
+                yield code.count("\n", 0, start), without_template(head), character
+            if character == "{":
+                scope = re.match(r"(?:inline )?(namespace|struct|union)\b", without_template(head))
+                scopes.append(scope is not None and "detail" not in head)
+            elif character == "}" and scopes:
+                scopes.pop()
+            start = None
+
+
+def check_comments():
+    """Every public type, concept, and function whose result matters has a `///` comment before it; of a type, its
+    definition."""
+    for name in files("include", "*.hpp", "*.cuh"):
+        source = text(f"include/{name}")
+        lines = source.splitlines()
+        for line, head, end in public_declarations(source):
+            named = head.startswith(("[[nodiscard]]", "concept ")) or (
+                end == "{" and re.match(r"(struct|class|enum|union)\b", head))
+            if named and not lines[line - 1].strip().startswith("///"):
+                faults.append(f"include/{name}:{line + 1}: no /// comment: {' '.join(head.split())[:80]}")
+
+
 def top_level(name):
     return "/" not in name
 
@@ -71,6 +123,7 @@ check_listed("tools", "tools/meson.build", "*.cpp", "*.cu")
 check_first_lines()
 check_version()
 check_readme()
+check_comments()
 
 print("\n".join(faults) if faults else "the lists agree with the folders")
 sys.exit(bool(faults))

@@ -81,8 +81,8 @@ enum class Errc : std::uint8_t {
 /// An error with its words. `message` names the file, tensor, field or slot at fault; several faults of
 /// one adapter are joined, one a line.
 struct Error {
-  Errc code = Errc::ok;
-  std::string message;
+  Errc code = Errc::ok;  ///< what kind of thing
+  std::string message;   ///< one fault a line, without a newline at the end
 
   // The special members are defaulted outside the class, so that nvcc takes them for host functions and not
   // for host and device ones, which may not call std::string's.
@@ -114,23 +114,36 @@ class Result {
   using value_type = T;
   using error_type = Error;
 
+  /// A value of its own default.
   Result() requires std::is_default_constructible_v<T>
   = default;
+  /// The outcome that is a value.
   template <class U = T>
   requires std::is_convertible_v<U, T> &&(!std::is_same_v<std::remove_cvref_t<U>, Result>)&&(
       !std::is_same_v<std::remove_cvref_t<U>, cuda::std::unexpected<Error>>)Result(U&& value)
       : outcome_(std::in_place_index<0>, std::forward<U>(value)) {}
+  /// The outcome that is an error: what `fail` makes.
   Result(cuda::std::unexpected<Error> error) : outcome_(std::in_place_index<1>, std::move(error).error()) {}
 
+  /// Whether there is a value, and no error.
   [[nodiscard]] bool has_value() const noexcept { return outcome_.index() == 0; }
+  /// The same, for `if`.
   [[nodiscard]] explicit operator bool() const noexcept { return has_value(); }
+  /// The value; there must be one.
   [[nodiscard]] T& operator*() & noexcept { return *value(outcome_); }
+  /// The value; there must be one.
   [[nodiscard]] T const& operator*() const& noexcept { return *value(outcome_); }
+  /// The value; there must be one.
   [[nodiscard]] T&& operator*() && noexcept { return std::move(*value(outcome_)); }
+  /// A member of the value; there must be one.
   [[nodiscard]] T* operator->() noexcept { return value(outcome_); }
+  /// A member of the value; there must be one.
   [[nodiscard]] T const* operator->() const noexcept { return value(outcome_); }
+  /// The error; there must be one.
   [[nodiscard]] Error& error() & noexcept { return *fault(outcome_); }
+  /// The error; there must be one.
   [[nodiscard]] Error const& error() const& noexcept { return *fault(outcome_); }
+  /// The error; there must be one.
   [[nodiscard]] Error&& error() && noexcept { return std::move(*fault(outcome_)); }
 
  private:
@@ -155,13 +168,20 @@ class Result<void> {
   using value_type = void;
   using error_type = Error;
 
+  /// Success.
   Result() = default;
+  /// The outcome that is an error: what `fail` makes.
   Result(cuda::std::unexpected<Error> error) : error_(std::move(error).error()) {}
 
+  /// Whether there is no error.
   [[nodiscard]] bool has_value() const noexcept { return !error_.has_value(); }
+  /// The same, for `if`.
   [[nodiscard]] explicit operator bool() const noexcept { return has_value(); }
+  /// The error; there must be one.
   [[nodiscard]] Error& error() & noexcept { return *error_; }
+  /// The error; there must be one.
   [[nodiscard]] Error const& error() const& noexcept { return *error_; }
+  /// The error; there must be one.
   [[nodiscard]] Error&& error() && noexcept { return std::move(*error_); }
 
  private:

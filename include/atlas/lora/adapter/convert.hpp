@@ -32,8 +32,8 @@ struct ConversionPolicy {
 struct ConversionCounts {
   std::int64_t overflow = 0;   ///< finite, and rounding to infinity in the target
   std::int64_t underflow = 0;  ///< not zero, and rounding to zero in the target
-  std::int64_t nan = 0;
-  std::int64_t infinity = 0;
+  std::int64_t nan = 0;        ///< NaN in the source
+  std::int64_t infinity = 0;   ///< infinity in the source
 
   friend constexpr bool operator==(ConversionCounts const&, ConversionCounts const&) = default;
 };

@@ -14,8 +14,8 @@ namespace atlas::lora::inline v0 {
 /// A beginning of module paths in the adapter's file, and what the model calls it: `{"model",
 /// "model.language_model"}`. Whole segments only. An empty `from` puts `to` before the path.
 struct PrefixRename {
-  std::string from;
-  std::string to;
+  std::string from;  ///< in the file, without the dot at its end
+  std::string to;    ///< in the model, likewise; empty takes `from` away
 };
 
 /// Which way round PEFT wrote the pairs of fused experts (3-D parameters named by `target_parameters`).

@@ -58,12 +58,13 @@ namespace detail {
 /// The modules that `target_modules` or `exclude_modules` names: the ends of paths in a list, or whole paths
 /// by one regular expression.
 struct ModuleNames {
-  std::vector<std::string> names{};
-  std::optional<std::string> expression{};
-  bool all_linear = false;  ///< the word `all-linear`: every linear but the head
+  std::vector<std::string> names{};         ///< ends of paths, whole segments
+  std::optional<std::string> expression{};  ///< a regular expression for whole paths, as PEFT reads it
+  bool all_linear = false;                  ///< the word `all-linear`: every linear but the head
   /// The compiled expression; none when there is no expression, or one that is not understood.
   std::optional<detail::Pattern> pattern{};
 
+  /// Whether it names nothing, as an absent field does.
   [[nodiscard]] bool empty() const noexcept { return names.empty() && !expression && !all_linear; }
 
   /// Whether it can be said which modules these are: not when an expression is not understood.

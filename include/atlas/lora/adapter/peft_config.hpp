@@ -28,34 +28,34 @@ namespace atlas::lora::inline v0 {
 /// An entry of `rank_pattern` or `alpha_pattern`: the modules its key matches have a value of their own.
 template <class Value>
 struct PatternValue {
-  std::string key;
-  Value value{};
+  std::string key;  ///< as the file has it
+  Value value{};    ///< the rank, or alpha
   detail::Pattern
       pattern;  ///< PEFT's reading of the key: a regular expression for the end of a module's path
 };
 
 /// Token rows that `trainable_token_indices` names: the ids in the order of the tensor's rows.
 struct TokenRows {
-  std::string module;  ///< `"embed_tokens"` or `"lm_head"`, perhaps with a path before it
-  std::vector<std::int64_t> ids;
+  std::string module;             ///< `"embed_tokens"` or `"lm_head"`, perhaps with a path before it
+  std::vector<std::int64_t> ids;  ///< in `[0, vocab)`
 };
 
 /// What an `adapter_config.json` says about serving. Fields that only training reads are not kept.
 struct PeftConfig {
-  std::int32_t r = 0;
-  double lora_alpha = 0.0;
-  bool use_rslora = false;
-  bool lora_bias = false;
-  bool ensure_weight_tying = false;
-  ModuleNames target_modules{};
-  ModuleNames exclude_modules{};
-  std::vector<std::string> target_parameters{};
-  std::vector<std::string> modules_to_save{};
-  std::vector<std::int64_t> layers_to_transform{};
-  std::vector<std::string> layers_pattern{};
+  std::int32_t r = 0;                ///< the rank of modules that `rank_pattern` does not match; at least 1
+  double lora_alpha = 0.0;           ///< the scale's numerator where `alpha_pattern` does not match
+  bool use_rslora = false;           ///< the scale is alpha by the root of the rank
+  bool lora_bias = false;            ///< every pair has a bias
+  bool ensure_weight_tying = false;  ///< PEFT trained tied tables as one, which the tensors say too
+  ModuleNames target_modules{};      ///< which modules have pairs
+  ModuleNames exclude_modules{};     ///< which of those have none all the same
+  std::vector<std::string> target_parameters{};     ///< ends of parameters' names that have pairs
+  std::vector<std::string> modules_to_save{};       ///< modules of which the file has the whole weight
+  std::vector<std::int64_t> layers_to_transform{};  ///< the only layers that have pairs; empty: all
+  std::vector<std::string> layers_pattern{};  ///< what the path says before a layer's number; empty: anything
   std::vector<PatternValue<std::int32_t>> rank_pattern{};  ///< in the file's order
   std::vector<PatternValue<double>> alpha_pattern{};       ///< in the file's order
-  std::vector<TokenRows> trainable_tokens{};
+  std::vector<TokenRows> trainable_tokens{};               ///< retrained rows, by table
 
   /// What PEFT's patterns are matched with for the pair at `path` (its path in the base model as the file has
   /// it,

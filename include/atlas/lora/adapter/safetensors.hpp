@@ -31,21 +31,21 @@ static_assert(std::endian::native == std::endian::little, "the bytes of a file a
 
 /// Where a tensor lies in its file.
 struct TensorInfo {
-  std::string name;
-  std::string dtype;  ///< as the format spells it: `"F32"`, `"BF16"`, `"I32"`, ...
-  std::vector<std::int64_t> shape;
-  std::uint64_t offset = 0;  ///< of its first byte, from the beginning of the file
-  std::uint64_t bytes = 0;
+  std::string name;                 ///< as the file spells it
+  std::string dtype;                ///< as the format spells it: `"F32"`, `"BF16"`, `"I32"`, ...
+  std::vector<std::int64_t> shape;  ///< extents, the slowest first
+  std::uint64_t offset = 0;         ///< of its first byte, from the beginning of the file
+  std::uint64_t bytes = 0;          ///< what its elements take
 
   friend bool operator==(TensorInfo const&, TensorInfo const&) = default;
 };
 
 /// A tensor of any type in host memory: row-major, contiguous, little-endian.
 struct RawTensor {
-  std::string name;
-  std::string dtype;
-  std::vector<std::int64_t> shape;
-  std::vector<std::byte> bytes;
+  std::string name;                 ///< as the file spells it
+  std::string dtype;                ///< as `TensorInfo::dtype`
+  std::vector<std::int64_t> shape;  ///< extents, the slowest first
+  std::vector<std::byte> bytes;     ///< product of `shape` elements
 };
 
 namespace detail {

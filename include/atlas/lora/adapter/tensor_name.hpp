@@ -42,14 +42,14 @@ enum class ModelPart : std::uint8_t { none, linear, expert, fused_experts, route
 
 /// A tensor's key, understood.
 struct TensorName {
-  TensorKind kind = TensorKind::unknown;
-  ModelPart part = ModelPart::none;
+  TensorKind kind = TensorKind::unknown;  ///< what the tensor is to its module
+  ModelPart part = ModelPart::none;       ///< what the module is to the model
   std::string path{};  ///< the module's path in the base model as the file has it: what PEFT's patterns match
   std::string wrapper{};  ///< what stands before the layer number; before the name of a model-wide linear
-  std::int32_t layer = model_wide;
-  std::size_t site = 0;  ///< of a linear: index into `ModelShape::sites()`
-  std::int32_t expert = -1;
-  ExpertLinear expert_linear = ExpertLinear::gate;
+  std::int32_t layer = model_wide;                  ///< global layer index, or `model_wide`
+  std::size_t site = 0;                             ///< of a linear: index into `ModelShape::sites()`
+  std::int32_t expert = -1;                         ///< of an expert: its index; else -1
+  ExpertLinear expert_linear = ExpertLinear::gate;  ///< of an expert: which of its linears
   /// Why the tensor belongs to no place of the model; empty when it belongs to one. A tensor of unknown kind
   /// always has a reason.
   std::string reason{};

@@ -135,6 +135,7 @@ class DeviceServedTable {
     if (stream_) backend_.destroy_stream(*stream_);
   }
 
+  /// As `ServedTable` says; waits for the device. Scratch grows with the largest call. Errors: the backend's.
   [[nodiscard]] Result<void> compare(std::int64_t first, std::span<T const> rows, float threshold,
                                      std::span<std::uint8_t> changed) {
     std::size_t const row_bytes = (rows.size_bytes() + 255) / 256 * 256;
@@ -153,6 +154,7 @@ class DeviceServedTable {
     }
     return fetch(changed.data(), flags, changed.size());
   }
+  /// As `ServedTable` says; waits for the device. Errors: the backend's.
   [[nodiscard]] Result<void> read(std::int64_t first, std::span<T> out) {
     return fetch(out.data(), table_ + first * hidden_, out.size_bytes());
   }

@@ -33,9 +33,10 @@ inline constexpr std::int32_t slab_rank_tiles = 4;
 
 /// A half-open range of things to do.
 struct Share {
-  std::int32_t first = 0;
-  std::int32_t last = 0;
+  std::int32_t first = 0;  ///< the first
+  std::int32_t last = 0;   ///< one past the last
 
+  /// How many they are.
   [[nodiscard]] ATLAS_HD constexpr std::int32_t size() const noexcept { return last - first; }
   friend constexpr bool operator==(Share const&, Share const&) = default;
 };

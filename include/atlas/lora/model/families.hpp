@@ -27,18 +27,18 @@ enum class LayerType : std::uint8_t { full_attention, linear_attention };
 
 /// What a model's `config.json` says about its linears. Sizes are in elements; 0 means absent.
 struct ModelConfig {
-  std::string model_type;  ///< the family: `"llama"`, `"qwen3_moe"`, ...
-  std::int32_t layers = 0;
-  std::int64_t hidden = 0;
+  std::string model_type;         ///< the family: `"llama"`, `"qwen3_moe"`, ...
+  std::int32_t layers = 0;        ///< decoder layers
+  std::int64_t hidden = 0;        ///< of the state between layers
   std::int64_t heads = 0;         ///< query heads
   std::int64_t kv_heads = 0;      ///< absent: `heads`
   std::int64_t head_dim = 0;      ///< absent: `hidden / heads`, in families where that is the rule
   std::int64_t intermediate = 0;  ///< of dense feed-forward layers; in Mixtral, of its experts
-  std::int64_t vocab = 0;
-  bool tied_head = false;  ///< whether `lm_head` is the embedding
+  std::int64_t vocab = 0;         ///< tokens
+  bool tied_head = false;         ///< whether `lm_head` is the embedding
 
-  std::int32_t num_experts = 0;  ///< 0: a dense model
-  std::int64_t moe_intermediate = 0;
+  std::int32_t num_experts = 0;       ///< 0: a dense model
+  std::int64_t moe_intermediate = 0;  ///< of each expert, but in Mixtral
   /// Per-layer override of `moe_intermediate`, by global layer; 0, or a layer past its end, means no
   /// override.
   std::vector<std::int64_t> layer_moe_intermediate{};
@@ -49,16 +49,16 @@ struct ModelConfig {
   /// Hybrid families: the type of each layer, layers past its end being full attention. Empty: layer i is
   /// full attention only if `full_attention_interval` divides i + 1.
   std::vector<LayerType> layer_types{};
-  std::int32_t full_attention_interval = 0;
-  std::int64_t linear_value_heads = 0;
-  std::int64_t linear_value_head_dim = 0;
+  std::int32_t full_attention_interval = 0;  ///< read where `layer_types` is empty
+  std::int64_t linear_value_heads = 0;       ///< value heads of linear attention
+  std::int64_t linear_value_head_dim = 0;    ///< elements of each
 };
 
 /// Which linears beyond attention, feed-forward and linear-attention output a model's list has. An engine
 /// that applies no delta to one of these leaves it out, and adapters that need it are refused.
 struct ModuleChoice {
-  bool lm_head = true;
-  bool shared_expert = true;
+  bool lm_head = true;        ///< the head
+  bool shared_expert = true;  ///< gate, up and down of shared experts
 };
 
 namespace detail {

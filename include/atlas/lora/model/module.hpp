@@ -37,8 +37,8 @@ struct Module {
 /// One place of a model where an adapter may have a pair: a module in a layer. `module` indexes
 /// `ModelShape::modules()`.
 struct Site {
-  std::int32_t layer = 0;  ///< global layer index, or `model_wide`
-  std::int32_t module = 0;
+  std::int32_t layer = 0;   ///< global layer index, or `model_wide`
+  std::int32_t module = 0;  ///< index into `ModelShape::modules()`
 
   friend constexpr bool operator==(Site const&, Site const&) = default;
 };

@@ -47,6 +47,7 @@ class HostServedTable {
   /// `table` is `[vocab, hidden]`, contiguous; it must outlive this.
   HostServedTable(T const* table, std::int64_t hidden) noexcept : table_(table), hidden_(hidden) {}
 
+  /// As `ServedTable` says; never fails.
   [[nodiscard]] Result<void> compare(std::int64_t first, std::span<T const> rows, float threshold,
                                      std::span<std::uint8_t> changed) noexcept {
     auto const width = static_cast<std::size_t>(hidden_);
@@ -60,6 +61,7 @@ class HostServedTable {
     }
     return {};
   }
+  /// As `ServedTable` says; never fails.
   [[nodiscard]] Result<void> read(std::int64_t first, std::span<T> out) noexcept {
     std::copy_n(table_ + first * hidden_, out.size(), out.begin());
     return {};
@@ -73,8 +75,8 @@ class HostServedTable {
 /// The served tables; null for one that is not at hand (one that is quantised, say).
 template <ServedTable S>
 struct ServedTables {
-  S* embedding = nullptr;
-  S* head = nullptr;
+  S* embedding = nullptr;  ///< `[vocab, hidden]`; not owned
+  S* head = nullptr;       ///< likewise; null too where the head is the embedding
 };
 
 /// How token rows are built.

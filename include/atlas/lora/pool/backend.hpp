@@ -25,8 +25,8 @@ namespace atlas::lora::inline v0 {
 ///   to 256 bytes, contents arbitrary; freed by `free_device`, `free_pinned`.
 /// - `copy(to, from, bytes, stream)`, `fill(to, byte, bytes, stream)`: enqueued, either direction.
 /// - `record(event, stream)`: the event stands for all work enqueued on the stream so far, until it is
-/// recorded
-///   again. `wait(stream, event)`: later work of the stream comes after it, without the host waiting.
+///   recorded again. `wait(stream, event)`: later work of the stream comes after it, without the host
+///   waiting.
 /// - `query(event)`: whether that work is done (true for an event that was never recorded).
 ///   `synchronize(event)`: the host waits for it. Nothing here waits for the whole device.
 /// - `is_capturing(stream)`: whether the stream's work goes into a graph instead of to the device.
@@ -79,28 +79,43 @@ class HostBackend {
   /// Streams and events created and not destroyed.
   [[nodiscard]] std::size_t live_handles() const noexcept { return counts_->handles; }
 
+  /// Heap memory, aligned to 256 bytes. Error: `out_of_memory`.
   [[nodiscard]] Result<void*> allocate_device(std::size_t bytes) noexcept { return allocate(bytes); }
+  /// Gives it back; null is nothing.
   void free_device(void* memory) noexcept { deallocate(memory); }
+  /// The same as `allocate_device`.
   [[nodiscard]] Result<void*> allocate_pinned(std::size_t bytes) noexcept { return allocate(bytes); }
+  /// The same as `free_device`.
   void free_pinned(void* memory) noexcept { deallocate(memory); }
 
+  /// Copies now; `to` and `from` must not overlap. Never fails, like all that follow.
   [[nodiscard]] Result<void> copy(void* to, void const* from, std::size_t bytes, Stream) noexcept {
     std::memcpy(to, from, bytes);
     return {};
   }
+  /// Fills now.
   [[nodiscard]] Result<void> fill(void* to, std::byte byte, std::size_t bytes, Stream) noexcept {
     std::memset(to, std::to_integer<int>(byte), bytes);
     return {};
   }
 
+  /// A number that no stream or event of this backend had before.
   [[nodiscard]] Result<Stream> create_stream() noexcept { return create_handle(); }
+  /// Counts the stream as given back.
   void destroy_stream(Stream) noexcept { --counts_->handles; }
+  /// Likewise.
   [[nodiscard]] Result<Event> create_event() noexcept { return create_handle(); }
+  /// Counts the event as given back.
   void destroy_event(Event) noexcept { --counts_->handles; }
+  /// Nothing to do: work is done when it is enqueued.
   [[nodiscard]] Result<void> record(Event, Stream) noexcept { return {}; }
+  /// Nothing to wait for.
   [[nodiscard]] Result<void> wait(Stream, Event) noexcept { return {}; }
+  /// True.
   [[nodiscard]] Result<bool> query(Event) noexcept { return true; }
+  /// Nothing to wait for.
   [[nodiscard]] Result<void> synchronize(Event) noexcept { return {}; }
+  /// False: there are no graphs.
   [[nodiscard]] Result<bool> is_capturing(Stream) noexcept { return false; }
 
  private:

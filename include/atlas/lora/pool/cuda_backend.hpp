@@ -31,53 +31,66 @@ class CudaBackend {
   /// The device's ordinal.
   [[nodiscard]] int device() const noexcept { return device_; }
 
+  /// Device memory, aligned to 256 bytes. Errors: `out_of_memory`; `device`.
   [[nodiscard]] Result<void*> allocate_device(std::size_t bytes) noexcept {
     void* memory = nullptr;
     return make(memory, "cudaMalloc", [&] { return cudaMalloc(&memory, bytes); });
   }
+  /// Gives it back; may wait for the device.
   void free_device(void* memory) noexcept {
     static_cast<void>(call("cudaFree", [&] { return cudaFree(memory); }));
   }
+  /// Page-locked host memory. Errors: `out_of_memory`; `device`.
   [[nodiscard]] Result<void*> allocate_pinned(std::size_t bytes) noexcept {
     void* memory = nullptr;
     return make(memory, "cudaHostAlloc", [&] { return cudaHostAlloc(&memory, bytes, cudaHostAllocDefault); });
   }
+  /// Gives it back; may wait for the device.
   void free_pinned(void* memory) noexcept {
     static_cast<void>(call("cudaFreeHost", [&] { return cudaFreeHost(memory); }));
   }
 
+  /// Enqueues `cudaMemcpyAsync`, its direction told by the pointers. Error: `device`, as of all that follow.
   [[nodiscard]] Result<void> copy(void* to, void const* from, std::size_t bytes, Stream stream) noexcept {
     return call("cudaMemcpyAsync",
                 [&] { return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream); });
   }
+  /// Enqueues `cudaMemsetAsync`.
   [[nodiscard]] Result<void> fill(void* to, std::byte byte, std::size_t bytes, Stream stream) noexcept {
     return call("cudaMemsetAsync",
                 [&] { return cudaMemsetAsync(to, std::to_integer<int>(byte), bytes, stream); });
   }
 
+  /// A stream that does not synchronise with the default one.
   [[nodiscard]] Result<Stream> create_stream() noexcept {
     Stream stream = nullptr;
     return make(stream, "cudaStreamCreateWithFlags",
                 [&] { return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking); });
   }
+  /// Gives it back; work that is enqueued is still done.
   void destroy_stream(Stream stream) noexcept {
     static_cast<void>(call("cudaStreamDestroy", [&] { return cudaStreamDestroy(stream); }));
   }
+  /// An event without timing.
   [[nodiscard]] Result<Event> create_event() noexcept {
     Event event = nullptr;
     return make(event, "cudaEventCreateWithFlags",
                 [&] { return cudaEventCreateWithFlags(&event, cudaEventDisableTiming); });
   }
+  /// Gives it back; who waits for it still does.
   void destroy_event(Event event) noexcept {
     static_cast<void>(call("cudaEventDestroy", [&] { return cudaEventDestroy(event); }));
   }
 
+  /// Enqueues the event behind all work of the stream so far.
   [[nodiscard]] Result<void> record(Event event, Stream stream) noexcept {
     return call("cudaEventRecord", [&] { return cudaEventRecord(event, stream); });
   }
+  /// Later work of the stream comes after the event; the host does not wait.
   [[nodiscard]] Result<void> wait(Stream stream, Event event) noexcept {
     return call("cudaStreamWaitEvent", [&] { return cudaStreamWaitEvent(stream, event, 0); });
   }
+  /// Whether the event's work is done. A fault of earlier asynchronous work may surface here.
   [[nodiscard]] Result<bool> query(Event event) noexcept {
     bool is_done = true;
     return make(is_done, "cudaEventQuery", [&] {
@@ -86,9 +99,11 @@ class CudaBackend {
       return is_done ? error : cudaSuccess;
     });
   }
+  /// The host waits for the event.
   [[nodiscard]] Result<void> synchronize(Event event) noexcept {
     return call("cudaEventSynchronize", [&] { return cudaEventSynchronize(event); });
   }
+  /// Whether the stream is being captured; true of the default stream also while another one is.
   [[nodiscard]] Result<bool> is_capturing(Stream stream) noexcept {
     bool capturing = false;
     return make(capturing, "cudaStreamIsCapturing", [&] {

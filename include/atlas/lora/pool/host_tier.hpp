@@ -71,7 +71,7 @@ struct HostTierSnapshot {
       0;  ///< of all blocks in use: of entries, of what is held though forgotten, of what is packed now
   std::size_t budget_bytes = 0;  ///< of all blocks
   std::size_t reading = 0;       ///< names that are being read now
-  HostTierCounters counters;
+  HostTierCounters counters;     ///< since the tier was made
 
   friend bool operator==(HostTierSnapshot const&, HostTierSnapshot const&) = default;
 };

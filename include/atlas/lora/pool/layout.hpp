@@ -82,9 +82,11 @@ class SlotLayout {
   /// The largest site's A, B and bias together, as they lie behind one another in staging.
   [[nodiscard]] std::size_t largest_site_bytes() const noexcept { return largest_site_bytes_; }
 
-  /// Where site `index`'s A, B and bias begin; `index` below `sites()`.
+  /// Where site `index`'s A begins, in bytes from the slot's first; `index` below `sites()`.
   [[nodiscard]] std::size_t a_offset(std::size_t index) const noexcept { return offsets_[index].a; }
+  /// Where its B begins, likewise.
   [[nodiscard]] std::size_t b_offset(std::size_t index) const noexcept { return offsets_[index].b; }
+  /// Where its bias begins, in bytes from the first of the slot's bias region.
   [[nodiscard]] std::size_t bias_offset(std::size_t index) const noexcept { return offsets_[index].bias; }
 
  private:

@@ -15,8 +15,8 @@ namespace atlas::lora::inline v0 {
 /// One tenancy of one slot. `tenancy` is never used twice in a pool, so a key whose tenant has gone finds
 /// nobody else. A default key is base.
 struct SlotKey {
-  std::int32_t slot = base_slot;
-  std::uint64_t tenancy = 0;
+  std::int32_t slot = base_slot;  ///< the row slot
+  std::uint64_t tenancy = 0;      ///< counted through the pool, from 1; 0 for base
 
   friend constexpr bool operator==(SlotKey const&, SlotKey const&) = default;
 };

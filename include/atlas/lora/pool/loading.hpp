@@ -32,7 +32,7 @@ namespace atlas::lora::inline v0 {
 
 /// What a load has done. The adapter can be leased once the next `begin_step` has published it.
 struct Staged {
-  SlotKey key;
+  SlotKey key;                 ///< what it is acquired by
   std::uint64_t id = base_id;  ///< what a prefix cache is keyed by
   ConversionCounts counts;     ///< zero where the same content was there already
 };

@@ -25,15 +25,15 @@ struct PackOptions {
   /// Take an adapter that also has parts which are not served without them: token rows that are not built or
   /// that a pool has no memory for, and experts and routers likewise.
   bool leave_out_unserved = false;
-  ConversionPolicy conversion{};
+  ConversionPolicy conversion{};  ///< of elements that the pool's type cannot hold
 };
 
 /// Elements of one pair as packed: A `[rank, k_in]`, or nothing where it has its gate's (`shares_a`), B
 /// `[n_out, padded_rank(rank)]`, bias `[n_out]` or nothing.
 struct PackedExtent {
-  std::size_t a = 0;
-  std::size_t b = 0;
-  std::size_t bias = 0;
+  std::size_t a = 0;     ///< of A
+  std::size_t b = 0;     ///< of B, its padding too
+  std::size_t bias = 0;  ///< of the bias
 
   /// All of them.
   [[nodiscard]] constexpr std::size_t elements() const noexcept { return a + b + bias; }
@@ -41,26 +41,26 @@ struct PackedExtent {
 
 /// What pairs of all kinds are as packed.
 struct PackedLinear {
-  std::int32_t rank = 0;
-  float scale = 0.0F;
-  PackedExtent extent;
+  std::int32_t rank = 0;   ///< true rank
+  float scale = 0.0F;      ///< as `AdapterPair::scale`
+  PackedExtent extent;     ///< what it takes
   std::size_t offset = 0;  ///< bytes before its A, when all pairs lie behind one another
   std::size_t index = 0;   ///< which it is of the adapter's pairs of its kind
 };
 /// The pair of one site.
 struct PackedPair : PackedLinear {
-  Site site;
+  Site site;  ///< of the model's list
 };
 /// The pair of the router of one layer, by its global index.
 struct PackedRouter : PackedLinear {
-  std::int32_t layer = 0;
+  std::int32_t layer = 0;  ///< global layer index
 };
 /// The pair of one linear of one expert.
 struct PackedExpert : PackedLinear {
-  std::int32_t layer = 0;
-  std::int32_t expert = 0;
-  ExpertLinear linear = ExpertLinear::gate;
-  bool shares_a = false;  ///< has the A of the gate before it
+  std::int32_t layer = 0;                    ///< global layer index
+  std::int32_t expert = 0;                   ///< in `[0, num_experts)`
+  ExpertLinear linear = ExpertLinear::gate;  ///< which of the expert's linears
+  bool shares_a = false;                     ///< has the A of the gate before it
 };
 
 /// All that a packed adapter is apart from its elements, which lie behind one another in this order.
@@ -71,9 +71,9 @@ struct PackedOutline {
   PackedOverlay overlay;              ///< likewise
   std::size_t bytes = 0;              ///< of all pairs and the overlay
   std::int32_t max_rank = 0;          ///< of the pairs; 0 when there are none
-  Digest digest;  ///< of the adapter as it is applied: its own, and what it was told on packing
-  Digest source;  ///< the adapter's own
-  PackOptions packing;
+  Digest digest;        ///< of the adapter as it is applied: its own, and what it was told on packing
+  Digest source;        ///< the adapter's own
+  PackOptions packing;  ///< what it was told on packing
 };
 
 namespace detail {

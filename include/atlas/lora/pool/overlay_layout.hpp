@@ -18,13 +18,13 @@ namespace atlas::lora::inline v0 {
 /// An adapter's token rows as packed, apart from ids and elements: a block of `bytes`, which a pool copies as
 /// it is.
 struct PackedOverlay {
-  std::size_t embed_count = 0;  ///< rows of the embedding
-  std::size_t head_count = 0;   ///< the head's own rows
-  bool head_is_embedding = false;
-  std::int64_t vocab = 0;
-  std::int64_t hidden = 0;
-  std::size_t bytes = 0;   ///< of the block; 0 for an adapter without token rows
-  std::size_t offset = 0;  ///< bytes before the block, which lies behind all pairs
+  std::size_t embed_count = 0;     ///< rows of the embedding
+  std::size_t head_count = 0;      ///< the head's own rows
+  bool head_is_embedding = false;  ///< as `TokenOverlay::head_is_embedding`
+  std::int64_t vocab = 0;          ///< tokens of the model
+  std::int64_t hidden = 0;         ///< elements of a row
+  std::size_t bytes = 0;           ///< of the block; 0 for an adapter without token rows
+  std::size_t offset = 0;          ///< bytes before the block, which lies behind all pairs
 };
 
 namespace detail {

@@ -35,14 +35,14 @@ struct RankExtent<dynamic_rank> {
 /// is the true rank, or `dynamic_rank`; `rank()` reads the same in both, as extents of `std::span` do.
 template <Element T, std::int32_t Rank = dynamic_rank>
 struct LoraPair {
-  T const* a = nullptr;     ///< `[rank, k_in]`, row stride `k_in`; element-aligned
-  T const* b = nullptr;     ///< `[n_out, rank]`, row stride `b_row_stride`; element-aligned
-  T const* bias = nullptr;  ///< `[n_out]`, or null for none
-  float scale = 0.0F;
+  T const* a = nullptr;           ///< `[rank, k_in]`, row stride `k_in`; element-aligned
+  T const* b = nullptr;           ///< `[n_out, rank]`, row stride `b_row_stride`; element-aligned
+  T const* bias = nullptr;        ///< `[n_out]`, or null for none
+  float scale = 0.0F;             ///< multiplies the rounded delta
   std::int32_t b_row_stride = 0;  ///< elements, at least `rank()`
-  std::int64_t k_in = 0;
-  std::int64_t n_out = 0;
-  [[no_unique_address]] detail::RankExtent<Rank> extent{};
+  std::int64_t k_in = 0;          ///< elements of a row of x
+  std::int64_t n_out = 0;         ///< elements of a row of y
+  [[no_unique_address]] detail::RankExtent<Rank> extent{};  ///< the rank, where `Rank` does not say it
 
   /// The true rank.
   [[nodiscard]] ATLAS_HD constexpr std::int32_t rank() const noexcept { return extent.rank(); }

@@ -41,14 +41,14 @@ struct PoolCounters {
 /// One slot. Where content is staged, it is what is described; else the content that the slot's record
 /// speaks of.
 struct SlotStatus {
-  SlotState state = SlotState::empty;
-  std::string name;              ///< empty when the slot holds nothing
-  std::uint64_t id = base_id;    ///< what a prefix cache is keyed by
-  std::uint64_t generation = 0;  ///< how often content under the name has changed
-  std::uint64_t tenancy = 0;
-  std::int32_t rank = 0;       ///< largest rank of its pairs
-  std::size_t bytes = 0;       ///< of A, B and bias as packed
-  std::int32_t leases = 0;     ///< on what the record speaks of
+  SlotState state = SlotState::empty;  ///< where the slot stands
+  std::string name;                    ///< empty when the slot holds nothing
+  std::uint64_t id = base_id;          ///< what a prefix cache is keyed by
+  std::uint64_t generation = 0;        ///< how often content under the name has changed
+  std::uint64_t tenancy = 0;           ///< of the key that it is acquired by
+  std::int32_t rank = 0;               ///< largest rank of its pairs
+  std::size_t bytes = 0;               ///< of A, B and bias as packed
+  std::int32_t leases = 0;             ///< on what the record speaks of
   std::uint64_t last_use = 0;  ///< the pool's tick when it was last leased or published; larger is later
   std::uint64_t uses = 0;      ///< leases taken in this tenancy
   bool pinned = false;         ///< in the region that is never evicted
@@ -64,7 +64,7 @@ struct PoolSnapshot {
   std::size_t content_bytes = 0;  ///< of all contents as packed: published, staged and draining
   std::int32_t loading = 0;       ///< loads that are packing now
   std::int32_t spare = 0;         ///< physical slots that a load can take now
-  PoolCounters counters;
+  PoolCounters counters;          ///< since the pool was made
 
   friend bool operator==(PoolSnapshot const&, PoolSnapshot const&) = default;
 };

@@ -26,10 +26,10 @@ enum class SlotState : std::uint8_t {
 
 /// What a victim policy sees of a slot.
 struct SlotView {
-  SlotState state = SlotState::empty;
+  SlotState state = SlotState::empty;  ///< where the slot stands
   /// Ready, and may be taken: no lease, all work of earlier ones done, and not the active adapter.
   bool idle = false;
-  std::int32_t leases = 0;
+  std::int32_t leases = 0;     ///< held now
   std::uint64_t last_use = 0;  ///< the pool's tick when it was last leased or published; larger is later
   std::uint64_t uses = 0;      ///< leases taken in this tenancy
   std::size_t bytes = 0;       ///< of A, B and bias as packed
@@ -45,6 +45,7 @@ template <class P> concept VictimPolicy = requires(P const policy, std::span<Slo
 
 /// The first empty slot; else the idle one that was used longest ago, the first of equals; else none.
 struct LruIdle {
+  /// O(views), without an allocation.
   [[nodiscard]] constexpr std::optional<std::uint32_t> operator()(
       std::span<SlotView const> views) const noexcept {
     // Without a branch for each slot, since which are idle is as good as random, and in two chains, which a

@@ -20,10 +20,10 @@ namespace atlas::lora::inline v0 {
 /// A row tile: up to `tile_rows` rows of one (slot, expert); a pair with more rows has several groups in a
 /// row, all full but the last.
 struct alignas(16) ExpertGroup {
-  std::int32_t slot = 0;
-  std::int32_t expert = 0;
-  std::int32_t count = 0;  ///< at least 1
-  std::int32_t reserved = 0;
+  std::int32_t slot = 0;                                           ///< in `[0, max_slots)`
+  std::int32_t expert = 0;                                         ///< in `[0, num_experts)`
+  std::int32_t count = 0;                                          ///< at least 1
+  std::int32_t reserved = 0;                                       ///< zero
   std::int32_t row[tile_rows] = {-1, -1, -1, -1, -1, -1, -1, -1};  ///< ascending; -1 beyond `count`
 
   friend constexpr bool operator==(ExpertGroup const&, ExpertGroup const&) = default;
@@ -31,9 +31,9 @@ struct alignas(16) ExpertGroup {
 
 /// The counts at the head of a plan.
 struct alignas(16) ExpertPlanHeader {
-  std::int32_t num_groups = 0;
-  std::int32_t num_rows = 0;  ///< rows that are in a group
-  std::int32_t reserved[2] = {0, 0};
+  std::int32_t num_groups = 0;        ///< groups that are valid
+  std::int32_t num_rows = 0;          ///< rows that are in a group
+  std::int32_t reserved[2] = {0, 0};  ///< zero
 
   friend constexpr bool operator==(ExpertPlanHeader const&, ExpertPlanHeader const&) = default;
 };
@@ -44,12 +44,12 @@ struct alignas(16) ExpertPlanHeader {
 /// whose slot, token or expert is out of range, are in no group. Whether a slot adapts an expert is not
 /// known to the plan.
 struct ExpertPlan {
-  ExpertPlanHeader* header = nullptr;
-  ExpertGroup* groups = nullptr;  ///< `[max_groups]`, the first `num_groups` valid, the others arbitrary
-  std::int32_t capacity_rows = 0;
-  std::int32_t max_slots = 0;    ///< slots `>= max_slots` are base
-  std::int32_t num_experts = 0;  ///< experts `>= num_experts` are no experts
-  std::int32_t max_groups = 0;
+  ExpertPlanHeader* header = nullptr;  ///< one; device
+  ExpertGroup* groups = nullptr;       ///< `[max_groups]`, the first `num_groups` valid, the others arbitrary
+  std::int32_t capacity_rows = 0;      ///< most rows of one plan
+  std::int32_t max_slots = 0;          ///< slots `>= max_slots` are base
+  std::int32_t num_experts = 0;        ///< experts `>= num_experts` are no experts
+  std::int32_t max_groups = 0;         ///< `ExpertPlanLayout::max_groups` of the capacities
 };
 static_assert(std::is_trivially_copyable_v<ExpertPlan>);
 
@@ -57,8 +57,8 @@ static_assert(std::is_trivially_copyable_v<ExpertPlan>);
 /// field may be negative, and `max_slots * num_experts` must be below 2^31.
 struct ExpertPlanLayout {
   std::int32_t capacity_rows = 0;  ///< most rows of one plan: of all rows, or of a window of them
-  std::int32_t max_slots = 0;
-  std::int32_t num_experts = 0;
+  std::int32_t max_slots = 0;      ///< slots `>= max_slots` are base
+  std::int32_t num_experts = 0;    ///< experts of the layer
 
   /// Pairs of a slot and an expert.
   [[nodiscard]] constexpr std::int64_t keys() const noexcept {
@@ -68,7 +68,9 @@ struct ExpertPlanLayout {
   [[nodiscard]] constexpr std::int32_t max_groups(std::int32_t rows) const noexcept {
     return max_row_tiles(rows, static_cast<std::int32_t>(std::min<std::int64_t>(rows, keys())));
   }
+  /// Most groups of any plan in the buffer.
   [[nodiscard]] constexpr std::int32_t max_groups() const noexcept { return max_groups(capacity_rows); }
+  /// Bytes of the buffer.
   [[nodiscard]] constexpr std::size_t bytes() const noexcept {
     return sizeof(ExpertPlanHeader) + static_cast<std::size_t>(max_groups()) * sizeof(ExpertGroup);
   }

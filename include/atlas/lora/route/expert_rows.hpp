@@ -74,6 +74,7 @@ struct ExpertRows {
     }
     return first <= num_experts ? first - 1 : -1;
   }
+  /// The same with the rows' own offsets.
   [[nodiscard]] ATLAS_HD constexpr std::int32_t expert(std::int32_t row,
                                                        std::int32_t num_experts) const noexcept {
     return expert(row, num_experts, expert_offsets);

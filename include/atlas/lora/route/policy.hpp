@@ -22,6 +22,7 @@ namespace atlas::lora::inline v0 {
 /// a default-constructed selector is base.
 class Selector {
  public:
+  /// What is asked for.
   enum class Kind : std::uint8_t { base, active, slot };
 
   constexpr Selector() noexcept = default;
@@ -51,9 +52,9 @@ class Selector {
 /// What a policy knows of the step.
 struct RouteContext {
   std::int32_t active = base_slot;  ///< slot of the active adapter; negative when none is
-  std::int32_t max_slots = 0;
-  bool has_delta = true;  ///< whether the operation that is routed has any delta at all
-  bool apply = true;      ///< false: every row is base, whatever the verdict; see `StepLevers`
+  std::int32_t max_slots = 0;       ///< slots `>= max_slots` hold no adapter
+  bool has_delta = true;            ///< whether the operation that is routed has any delta at all
+  bool apply = true;                ///< false: every row is base, whatever the verdict; see `StepLevers`
 
   /// Whether `slot` can hold an adapter.
   [[nodiscard]] constexpr bool contains(std::int32_t slot) const noexcept {
@@ -67,8 +68,8 @@ enum class RouteVerdict : std::uint8_t { fold, skip, refuse };
 /// What a policy decides for one request. `slot` is the row slot to use: negative unless the verdict is
 /// `fold`, so that a refused request that leaks into a batch gets base.
 struct RouteDecision {
-  RouteVerdict verdict = RouteVerdict::skip;
-  std::int32_t slot = base_slot;
+  RouteVerdict verdict = RouteVerdict::skip;  ///< what becomes of the request's delta
+  std::int32_t slot = base_slot;              ///< the row slot to use
 
   friend constexpr bool operator==(RouteDecision const&, RouteDecision const&) = default;
 };
@@ -93,6 +94,7 @@ constexpr RouteDecision fold_or_refuse(std::int32_t slot, RouteContext const& co
 /// Every request its own: base is base, active is the active adapter (base when none is), a slot is that
 /// slot, refused when it is out of range.
 struct PerRequest {
+  /// What `selector` means in `context`.
   [[nodiscard]] constexpr RouteDecision operator()(Selector selector,
                                                    RouteContext const& context) const noexcept {
     switch (selector.kind()) {
@@ -108,6 +110,7 @@ static_assert(RoutePolicy<PerRequest>);
 /// A request that names no slot gets the active adapter: under this policy nothing can ask for base while an
 /// adapter is active.
 struct DeferToActive {
+  /// What `selector` means in `context`.
   [[nodiscard]] constexpr RouteDecision operator()(Selector selector,
                                                    RouteContext const& context) const noexcept {
     if (selector.kind() != Selector::Kind::slot) return detail::fold_or_skip(context.active, context);
@@ -119,6 +122,7 @@ static_assert(RoutePolicy<DeferToActive>);
 /// Only the active adapter can be applied: base skips, the active one folds, any other slot is refused. Where
 /// there is no delta everything folds, into nothing.
 struct SingleActive {
+  /// What `selector` means in `context`.
   [[nodiscard]] constexpr RouteDecision operator()(Selector selector,
                                                    RouteContext const& context) const noexcept {
     if (!context.has_delta) return {RouteVerdict::fold, context.active};

@@ -17,10 +17,10 @@ namespace atlas::lora::inline v0 {
 
 /// One slot that occurs and where its rows lie in `RowPlan::rows`.
 struct alignas(16) RowGroup {
-  std::int32_t slot = 0;
-  std::int32_t first = 0;  ///< index into `rows`
-  std::int32_t count = 0;  ///< at least 1
-  std::int32_t reserved = 0;
+  std::int32_t slot = 0;      ///< in `[0, max_slots)`
+  std::int32_t first = 0;     ///< index into `rows`
+  std::int32_t count = 0;     ///< at least 1
+  std::int32_t reserved = 0;  ///< zero
 
   friend constexpr bool operator==(RowGroup const&, RowGroup const&) = default;
 };
@@ -42,10 +42,10 @@ inline constexpr std::int32_t tile_rows = 8;
 
 /// The counts at the head of a plan.
 struct alignas(16) RowPlanHeader {
-  std::int32_t num_groups = 0;
-  std::int32_t num_rows = 0;   ///< rows that have an adapter: the counts of all groups
-  std::int32_t num_tiles = 0;  ///< row tiles of all groups
-  std::int32_t reserved = 0;
+  std::int32_t num_groups = 0;  ///< groups that are valid
+  std::int32_t num_rows = 0;    ///< rows that have an adapter: the counts of all groups
+  std::int32_t num_tiles = 0;   ///< row tiles of all groups
+  std::int32_t reserved = 0;    ///< zero
 };
 
 /// A plan in device memory: pointers into one buffer laid out by `RowPlanLayout`. Trivially copyable; its
@@ -53,16 +53,16 @@ struct alignas(16) RowPlanHeader {
 /// are ascending by slot; rows are ascending within a group; base rows (and slots out of range) are in no
 /// group.
 struct RowPlan {
-  RowPlanHeader* header = nullptr;
+  RowPlanHeader* header = nullptr;    ///< one; device
   std::int32_t* row_slots = nullptr;  ///< `[capacity_rows]`: the slot of each row; negative is base
   RowGroup* groups = nullptr;         ///< `[max_groups]`, the first `num_groups` valid, zero behind
   std::int32_t* rows = nullptr;       ///< `[capacity_rows]`, the first `num_rows` valid
   RowGroup* tiles = nullptr;          ///< `[max_tiles]`: the groups in order, cut into pieces of at most
                                       ///< `tile_rows` rows; the first `num_tiles` valid, zero behind
-  std::int32_t capacity_rows = 0;
-  std::int32_t max_slots = 0;   ///< slots `>= max_slots` are base
-  std::int32_t max_groups = 0;  ///< the smaller of the two above
-  std::int32_t max_tiles = 0;   ///< `max_row_tiles` of them
+  std::int32_t capacity_rows = 0;     ///< most rows of one plan
+  std::int32_t max_slots = 0;         ///< slots `>= max_slots` are base
+  std::int32_t max_groups = 0;        ///< the smaller of the two above
+  std::int32_t max_tiles = 0;         ///< `max_row_tiles` of them
 };
 static_assert(std::is_trivially_copyable_v<RowPlan>);
 
@@ -70,8 +70,8 @@ static_assert(std::is_trivially_copyable_v<RowPlan>);
 /// slots come directly behind the header, so that a host-built plan is one upload of the whole buffer and
 /// uploading the row slots alone is one copy too.
 struct RowPlanLayout {
-  std::int32_t capacity_rows = 0;
-  std::int32_t max_slots = 0;
+  std::int32_t capacity_rows = 0;  ///< most rows of one plan
+  std::int32_t max_slots = 0;      ///< slots `>= max_slots` are base
 
   /// Groups that can occur. Both fields must not be negative.
   [[nodiscard]] constexpr std::int32_t max_groups() const noexcept {
@@ -81,17 +81,21 @@ struct RowPlanLayout {
   [[nodiscard]] constexpr std::int32_t max_tiles() const noexcept {
     return max_row_tiles(capacity_rows, max_groups());
   }
-  /// Where row slots, groups, rows and tiles begin, and where the buffer ends; bytes.
+  /// Where the row slots begin, in bytes from the head.
   [[nodiscard]] constexpr std::size_t row_slots_offset() const noexcept { return sizeof(RowPlanHeader); }
+  /// Where the groups begin, likewise.
   [[nodiscard]] constexpr std::size_t groups_offset() const noexcept {
     return row_slots_offset() + round_up_16(static_cast<std::size_t>(capacity_rows) * sizeof(std::int32_t));
   }
+  /// Where the rows begin, likewise.
   [[nodiscard]] constexpr std::size_t rows_offset() const noexcept {
     return groups_offset() + static_cast<std::size_t>(max_groups()) * sizeof(RowGroup);
   }
+  /// Where the row tiles begin, likewise.
   [[nodiscard]] constexpr std::size_t tiles_offset() const noexcept {
     return rows_offset() + round_up_16(static_cast<std::size_t>(capacity_rows) * sizeof(std::int32_t));
   }
+  /// Bytes of the buffer.
   [[nodiscard]] constexpr std::size_t bytes() const noexcept {
     return tiles_offset() + static_cast<std::size_t>(max_tiles()) * sizeof(RowGroup);
   }

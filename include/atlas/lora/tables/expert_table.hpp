@@ -21,8 +21,8 @@ namespace atlas::lora::inline v0 {
 template <Element T>
 struct alignas(16) ExpertIndex {
   RouteCell<T> const* cells = nullptr;  ///< device, `[num_groups * ExpertTable::group_cells]`, or null
-  std::int32_t num_groups = 0;
-  std::int32_t reserved = 0;  ///< zero
+  std::int32_t num_groups = 0;          ///< experts that the slot adapts; places beyond it find nothing
+  std::int32_t reserved = 0;            ///< zero
 
   /// The places, `[num_experts]`.
   [[nodiscard]] ATLAS_HD std::int32_t const* places() const noexcept {
@@ -50,8 +50,8 @@ struct ExpertTable {
   std::int32_t group_cells = 1;  ///< cells of one expert; the linears of an expert are neighbours
   std::int32_t cell = 0;         ///< which of them is this linear's, below `group_cells`
   std::int32_t max_rank = 0;     ///< no cell's rank exceeds it; sizes scratch and shared memory, not work
-  std::int64_t k_in = 0;
-  std::int64_t n_out = 0;
+  std::int64_t k_in = 0;         ///< elements of a row of x
+  std::int64_t n_out = 0;        ///< elements of a row of y
 
   /// The index of `slot`, which must be in `[0, max_slots)`.
   [[nodiscard]] ATLAS_HD ExpertIndex<T> const* of_slot(std::int32_t slot) const noexcept {

@@ -25,14 +25,16 @@ struct alignas(16) OverlayCell {
       nullptr;  ///< `[embed_count, hidden]`, contiguous; device; element-aligned (16 is fast)
   T const* head_rows = nullptr;  ///< `[head_count, hidden]`, likewise
   std::int32_t const* head_ids =
-      nullptr;                   ///< `[head_count]`: the logit of each row of `head_rows`, ascending
-  std::int32_t embed_count = 0;  ///< values of `slot_map` from here on are read as none
-  std::int32_t head_count = 0;
+      nullptr;                        ///< `[head_count]`: the logit of each row of `head_rows`, ascending
+  std::int32_t embed_count = 0;       ///< values of `slot_map` from here on are read as none
+  std::int32_t head_count = 0;        ///< rows of `head_rows`
   std::int32_t reserved[2] = {0, 0};  ///< zero
 
+  /// Whether the slot has rows of the embedding.
   [[nodiscard]] ATLAS_HD constexpr bool embeds() const noexcept {
     return embed_count > 0 && slot_map != nullptr && embed_rows != nullptr;
   }
+  /// Whether it has rows of the head.
   [[nodiscard]] ATLAS_HD constexpr bool heads() const noexcept {
     return head_count > 0 && head_rows != nullptr && head_ids != nullptr;
   }
@@ -63,15 +65,16 @@ static_assert(std::is_trivially_copyable_v<OverlayTable<float>>);
 /// One slot's sets of overrides in device memory, before they are wired into a cell.
 template <Element T>
 struct OverlaySets {
-  std::int32_t const* slot_map = nullptr;
-  T const* embed_rows = nullptr;
+  std::int32_t const* slot_map = nullptr;   ///< as in `OverlayCell`
+  T const* embed_rows = nullptr;            ///< likewise
   std::int32_t const* embed_ids = nullptr;  ///< `[embed_count]`, ascending
-  std::int32_t embed_count = 0;
-  T const* head_rows = nullptr;  ///< the head's own set
-  std::int32_t const* head_ids = nullptr;
-  std::int32_t head_count = 0;
-  std::int64_t vocab = 0;  ///< tokens that `slot_map` and the ids speak of
+  std::int32_t embed_count = 0;             ///< rows of the embedding; 0 for none
+  T const* head_rows = nullptr;             ///< the head's own set
+  std::int32_t const* head_ids = nullptr;   ///< `[head_count]`, ascending
+  std::int32_t head_count = 0;              ///< rows of the head; 0 for none
+  std::int64_t vocab = 0;                   ///< tokens that `slot_map` and the ids speak of
 
+  /// Whether the slot has no rows of its own.
   [[nodiscard]] ATLAS_HD constexpr bool empty() const noexcept { return embed_count == 0 && head_count == 0; }
 };
 

@@ -48,8 +48,8 @@ struct RouteTable {
   std::int64_t cell_stride_bytes = sizeof(RouteCell<T>);  ///< multiple of 16
   std::int32_t max_slots = 0;  ///< slots `>= max_slots` are base and are never read through
   std::int32_t max_rank = 0;   ///< no cell's rank exceeds it; sizes scratch and shared memory, not work
-  std::int64_t k_in = 0;
-  std::int64_t n_out = 0;
+  std::int64_t k_in = 0;       ///< elements of a row of x
+  std::int64_t n_out = 0;      ///< elements of a row of y
 
   /// The cell of `slot`, which must be in `[0, max_slots)`.
   [[nodiscard]] ATLAS_HD RouteCell<T> const* cell(std::int32_t slot) const noexcept {
