@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// What the benchmarks share: device memory with random values, and the median time of a call in a captured
-// graph of many layers.
+// What the benchmarks share: device memory with random values, the median time of a call in a captured graph
+// of many layers, and the loop over cells.
 #pragma once
 
 #include <algorithm>
@@ -92,9 +92,10 @@ inline std::vector<T> download(T const* from, std::int64_t count) {
   return out;
 }
 
-/// Median microseconds of one call of `enqueue(layer)`, all layers in one graph.
-template <class Enqueue>
-double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue) {
+/// Median microseconds of one call of `enqueue(layer)`, all layers in one graph. `before()` enqueues what
+/// comes before each replay and is not timed.
+template <class Enqueue, class Before>
+double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue, Before const& before) {
   CHECKED(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
   for (int l = 0; l < layers; ++l) enqueue(l);
   cudaGraph_t graph = nullptr;
@@ -107,6 +108,7 @@ double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue) {
   CHECKED(cudaEventCreate(&end));
   std::vector<float> times;
   for (int replay = -2; replay < 11; ++replay) {
+    before();
     CHECKED(cudaEventRecord(begin, stream));
     CHECKED(cudaGraphLaunch(executable, stream));
     CHECKED(cudaEventRecord(end, stream));
@@ -121,6 +123,10 @@ double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue) {
   CHECKED(cudaGraphDestroy(graph));
   std::nth_element(times.begin(), times.begin() + 5, times.end());
   return static_cast<double>(times[5]) * 1000.0 / layers;
+}
+template <class Enqueue>
+double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue) {
+  return median_us(stream, layers, enqueue, [] {});
 }
 
 /// The head of a benchmark's JSON, up to the list of cells.
@@ -157,5 +163,27 @@ struct Arguments {
     if (json == nullptr) stop("cannot write " + path);
   }
 };
+
+/// Times those of `cells` that the arguments ask for: `time(cell, machine)`, whose result `print(cell,
+/// timing)` shows on a line of its own and `write(json, cell, timing)` writes as an object.
+template <class Cell, class Time, class Print, class Write>
+void run_cells(Arguments const& told, Machine const& machine, std::vector<Cell> const& cells,
+               Time const& time, Print const& print, Write const& write) {
+  if (told.json != nullptr) write_header(told.json, machine);
+  char const* separator = "";
+  for (Cell const& cell : cells) {
+    if (cell.name().find(told.only) == std::string::npos) continue;
+    auto const timing = time(cell, machine);
+    print(cell, timing);
+    std::fflush(stdout);
+    if (told.json == nullptr) continue;
+    std::fprintf(told.json, "%s\n  ", separator);
+    write(told.json, cell, timing);
+    separator = ",";
+  }
+  if (told.json == nullptr) return;
+  std::fprintf(told.json, "\n ]}\n");
+  std::fclose(told.json);
+}
 
 }  // namespace atlas_bench

@@ -64,43 +64,33 @@ Timing time_cell(Cell const& cell, Machine const& machine) {
   return t;
 }
 
-void write_cell(std::FILE* json, bool first, Cell const& cell, Timing const& t) {
+void write_cell(std::FILE* json, Cell const& cell, Timing const& t) {
   std::string n_out;
   for (std::int64_t const n : cell.n_out) n_out += (n_out.empty() ? "" : ", ") + std::to_string(n);
   std::fprintf(
       json,
-      "%s\n  {\"op\": \"delta\", \"k_in\": %lld, \"n_out\": [%s], \"rank\": %d, \"rows\": %d, \"adapters\": "
+      "{\"op\": \"delta\", \"k_in\": %lld, \"n_out\": [%s], \"rank\": %d, \"rows\": %d, \"adapters\": "
       "\"%s\", "
       "\"us\": %.2f, \"plain_us\": %.2f, \"floor_us\": %.2f, \"touch_us\": %.2f, \"two_launch_us\": %.2f, "
       "\"cublas_us\": %.2f}",
-      first ? "" : ",", static_cast<long long>(cell.k_in), n_out.c_str(), cell.rank, cell.rows,
-      cell.adapters.c_str(), t.us, t.plain_us, t.floor_us, t.touch_us, t.two_launch_us, t.cublas_us);
+      static_cast<long long>(cell.k_in), n_out.c_str(), cell.rank, cell.rows, cell.adapters.c_str(), t.us,
+      t.plain_us, t.floor_us, t.touch_us, t.two_launch_us, t.cublas_us);
+}
+
+void print_cell(Cell const& cell, Timing const& t) {
+  std::printf("%-44s %8.2f %8.2f %8.2f %8.2f %7.2f %8.2f %8.2f\n", cell.name().c_str(), t.us, t.plain_us,
+              t.touch_us, t.floor_us, t.floor_us == 0.0 ? 0.0 : t.us / t.floor_us, t.two_launch_us,
+              t.cublas_us);
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
   Arguments const told(count, arguments);
-  std::FILE* const json = told.json;
   auto const machine = prepare<Delta<T>, RowPlanning>(0);
   if (!machine) stop(machine.error().message);
-  if (json != nullptr) write_header(json, *machine);
   std::printf("%-44s %8s %8s %8s %8s %7s %8s %8s\n", "microseconds", "ours", "plain", "touch", "floor",
               "ratio", "two", "cuBLAS");
-  bool first = true;
-  for (Cell const& cell : all_cells()) {
-    if (cell.name().find(told.only) == std::string::npos) continue;
-    Timing const t = time_cell(cell, *machine);
-    std::printf("%-44s %8.2f %8.2f %8.2f %8.2f %7.2f %8.2f %8.2f\n", cell.name().c_str(), t.us, t.plain_us,
-                t.touch_us, t.floor_us, t.floor_us == 0.0 ? 0.0 : t.us / t.floor_us, t.two_launch_us,
-                t.cublas_us);
-    std::fflush(stdout);
-    if (json != nullptr) write_cell(json, first, cell, t);
-    first = false;
-  }
-  if (json != nullptr) {
-    std::fprintf(json, "\n ]}\n");
-    std::fclose(json);
-  }
+  run_cells(told, *machine, all_cells(), time_cell, print_cell, write_cell);
   return 0;
 }

@@ -63,17 +63,22 @@ Timing time_cell(Cell const& cell, Machine const& machine) {
   return t;
 }
 
-void write_cell(std::FILE* json, bool first, Cell const& cell, Timing const& t) {
+void write_cell(std::FILE* json, Cell const& cell, Timing const& t) {
   std::string n_out;
   for (std::int64_t const n : cell.n_out) n_out += (n_out.empty() ? "" : ", ") + std::to_string(n);
   std::fprintf(json,
-               "%s\n  {\"op\": \"%s\", \"k_in\": %lld, \"n_out\": [%s], \"rank\": %d, \"experts\": %d, "
+               "{\"op\": \"%s\", \"k_in\": %lld, \"n_out\": [%s], \"rank\": %d, \"experts\": %d, "
                "\"top_k\": %d, \"tokens\": %d, \"rows\": %d, \"adapters\": %d, \"us\": %.2f, "
                "\"plain_us\": %.2f, \"floor_us\": %.2f, \"touch_us\": %.2f, \"two_launch_us\": %.2f, "
                "\"plan_us\": %.2f}",
-               first ? "" : ",", cell.op, static_cast<long long>(cell.k_in), n_out.c_str(), cell.rank,
-               cell.experts, cell.top_k, cell.tokens, cell.rows(), cell.adapters, t.us, t.plain_us,
-               t.floor_us, t.touch_us, t.two_launch_us, t.plan_us);
+               cell.op, static_cast<long long>(cell.k_in), n_out.c_str(), cell.rank, cell.experts, cell.top_k,
+               cell.tokens, cell.rows(), cell.adapters, t.us, t.plain_us, t.floor_us, t.touch_us,
+               t.two_launch_us, t.plan_us);
+}
+
+void print_cell(Cell const& cell, Timing const& t) {
+  std::printf("%-62s %8.2f %8.2f %8.2f %8.2f %7.2f %8.2f %8.2f\n", cell.name().c_str(), t.us, t.plain_us,
+              t.touch_us, t.floor_us, t.us / t.floor_us, t.two_launch_us, t.plan_us);
 }
 
 }  // namespace
@@ -82,22 +87,8 @@ int main(int count, char** arguments) {
   Arguments const told(count, arguments);
   auto const machine = prepare<ExpertDelta<T>, ExpertPlanning>(0);
   if (!machine) stop(machine.error().message);
-  if (told.json != nullptr) write_header(told.json, *machine);
   std::printf("%-62s %8s %8s %8s %8s %7s %8s %8s\n", "microseconds", "ours", "plain", "touch", "floor",
               "ratio", "two", "plan");
-  bool first = true;
-  for (Cell const& cell : all_cells()) {
-    if (cell.name().find(told.only) == std::string::npos) continue;
-    Timing const t = time_cell(cell, *machine);
-    std::printf("%-62s %8.2f %8.2f %8.2f %8.2f %7.2f %8.2f %8.2f\n", cell.name().c_str(), t.us, t.plain_us,
-                t.touch_us, t.floor_us, t.us / t.floor_us, t.two_launch_us, t.plan_us);
-    std::fflush(stdout);
-    if (told.json != nullptr) write_cell(told.json, first, cell, t);
-    first = false;
-  }
-  if (told.json != nullptr) {
-    std::fprintf(told.json, "\n ]}\n");
-    std::fclose(told.json);
-  }
+  run_cells(told, *machine, all_cells(), time_cell, print_cell, write_cell);
   return 0;
 }

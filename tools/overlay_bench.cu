@@ -20,6 +20,16 @@ struct Timing {
   double us, plain_us, touch_us, floor_us, without_clusters_us, cublas_us;
 };
 
+std::vector<Cell> all_cells() {
+  std::vector<Cell> cells;
+  for (bool const head : {false, true}) {
+    for (std::int32_t const overrides : {3, 300, 248320}) {
+      for (std::int32_t const rows : {1, 16, 64}) cells.push_back({head, overrides, rows});
+    }
+  }
+  return cells;
+}
+
 Timing time_cell(Cell const& cell, Machine const& machine) {
   Case run(cell, machine);
   if (double const error = run.error(); error > most_error) {
@@ -36,45 +46,30 @@ Timing time_cell(Cell const& cell, Machine const& machine) {
   return t;
 }
 
-void write_cell(std::FILE* json, bool first, Cell const& cell, Timing const& t) {
+void write_cell(std::FILE* json, Cell const& cell, Timing const& t) {
   std::fprintf(json,
-               "%s\n  {\"op\": \"%s\", \"hidden\": %lld, \"overrides\": %d, \"rows\": %d, \"us\": %.2f, "
+               "{\"op\": \"%s\", \"hidden\": %lld, \"overrides\": %d, \"rows\": %d, \"us\": %.2f, "
                "\"plain_us\": %.2f, \"floor_us\": %.2f, \"touch_us\": %.2f, \"without_clusters_us\": %.2f, "
                "\"cublas_us\": %.2f}",
-               first ? "" : ",", cell.op(), static_cast<long long>(hidden), cell.overrides, cell.rows, t.us,
-               t.plain_us, t.floor_us, t.touch_us, t.without_clusters_us, t.cublas_us);
+               cell.op(), static_cast<long long>(hidden), cell.overrides, cell.rows, t.us, t.plain_us,
+               t.floor_us, t.touch_us, t.without_clusters_us, t.cublas_us);
+}
+
+void print_cell(Cell const& cell, Timing const& t) {
+  bool const within = t.us <= std::max(1.5 * t.floor_us, t.floor_us + 1.2);
+  std::printf("%-38s %8.2f %8.2f %8.2f %8.2f %7.2f %7s %9.2f %8.2f\n", cell.name().c_str(), t.us, t.plain_us,
+              t.touch_us, t.floor_us, t.us / t.floor_us, within ? "yes" : "NO", t.without_clusters_us,
+              t.cublas_us);
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
   Arguments const told(count, arguments);
-  std::FILE* const json = told.json;
   auto const machine = prepare<OverlayEmbed<T>, OverlayHead<T>, RowPlanning>(0);
   if (!machine) stop(machine.error().message);
-  if (json != nullptr) write_header(json, *machine);
   std::printf("%-38s %8s %8s %8s %8s %7s %7s %9s %8s\n", "microseconds", "ours", "plain", "touch", "floor",
               "ratio", "within", "no clust.", "cuBLAS");
-  bool first = true;
-  for (bool const head : {false, true}) {
-    for (std::int32_t const overrides : {3, 300, 248320}) {
-      for (std::int32_t const rows : {1, 16, 64}) {
-        Cell const cell{head, overrides, rows};
-        if (cell.name().find(told.only) == std::string::npos) continue;
-        Timing const t = time_cell(cell, *machine);
-        bool const within = t.us <= std::max(1.5 * t.floor_us, t.floor_us + 1.2);
-        std::printf("%-38s %8.2f %8.2f %8.2f %8.2f %7.2f %7s %9.2f %8.2f\n", cell.name().c_str(), t.us,
-                    t.plain_us, t.touch_us, t.floor_us, t.us / t.floor_us, within ? "yes" : "NO",
-                    t.without_clusters_us, t.cublas_us);
-        std::fflush(stdout);
-        if (json != nullptr) write_cell(json, first, cell, t);
-        first = false;
-      }
-    }
-  }
-  if (json != nullptr) {
-    std::fprintf(json, "\n ]}\n");
-    std::fclose(json);
-  }
+  run_cells(told, *machine, all_cells(), time_cell, print_cell, write_cell);
   return 0;
 }

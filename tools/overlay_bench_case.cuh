@@ -235,37 +235,13 @@ class Case {
                            sink_));
   }
 
-  /// Median microseconds of one call of `enqueue(launch)`, all launches in one graph.
   template <class Enqueue>
   double time(Enqueue const& enqueue_one) {
-    CHECKED(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    for (int l = 0; l < launches_; ++l) enqueue_one(l);
-    cudaGraph_t graph = nullptr;
-    CHECKED(cudaStreamEndCapture(stream_, &graph));
-    cudaGraphExec_t executable = nullptr;
-    CHECKED(cudaGraphInstantiate(&executable, graph, 0));
-    cudaEvent_t begin = nullptr, end = nullptr;
-    CHECKED(cudaEventCreate(&begin));
-    CHECKED(cudaEventCreate(&end));
-    std::vector<float> times;
-    for (int replay = -2; replay < 11; ++replay) {
+    return median_us(stream_, launches_, enqueue_one, [this] {
       sweep_kernel<256>
           <<<1056, 256, 0, stream_>>>(sweep_, static_cast<std::int64_t>(sweep_bytes / 16), sink_);
       CHECKED(cudaGetLastError());
-      CHECKED(cudaEventRecord(begin, stream_));
-      CHECKED(cudaGraphLaunch(executable, stream_));
-      CHECKED(cudaEventRecord(end, stream_));
-      CHECKED(cudaEventSynchronize(end));
-      float milliseconds = 0.0F;
-      CHECKED(cudaEventElapsedTime(&milliseconds, begin, end));
-      if (replay >= 0) times.push_back(milliseconds);
-    }
-    CHECKED(cudaEventDestroy(begin));
-    CHECKED(cudaEventDestroy(end));
-    CHECKED(cudaGraphExecDestroy(executable));
-    CHECKED(cudaGraphDestroy(graph));
-    std::nth_element(times.begin(), times.begin() + 5, times.end());
-    return static_cast<double>(times[5]) * 1000.0 / launches_;
+    });
   }
 
   Cell const& cell_;
