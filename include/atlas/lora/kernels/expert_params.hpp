@@ -45,10 +45,10 @@ struct ExpertDeltaParams {
   ExpertInput input{};            ///< which row of x a row reads; its pointer is device memory
   std::int32_t rows = 0;          ///< rows of y; rows of the plan beyond are left out
   ExpertPlan plan{};              ///< device memory, read by the kernel
-  ExpertProjection<T, Y> projections[max_projections]{};
-  std::int32_t num_projections = 1;
-  void* scratch = nullptr;  ///< device, 16-byte aligned; needed where `delta_scratch_bytes` is not 0
-  std::size_t scratch_bytes = 0;
+  ExpertProjection<T, Y> projections[max_projections]{};  ///< the first `num_projections` are used
+  std::int32_t num_projections = 1;                       ///< in `[1, max_projections]`, of one `k_in`
+  void* scratch = nullptr;        ///< device, 16-byte aligned; needed where `delta_scratch_bytes` is not 0
+  std::size_t scratch_bytes = 0;  ///< of `scratch`
   /// As `DeltaParams::inputs_settled`, of plan, tables and `input.tokens`. For the first launch behind the
   /// one that makes the plan it holds only if a full edge, or a kernel that waits before it triggers, lies
   /// between: the experts' own product, say.

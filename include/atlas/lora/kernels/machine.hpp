@@ -17,14 +17,14 @@ class Machine {
   /// Most operations that one `prepare` takes.
   static constexpr std::int32_t max_operations = 16;
 
-  std::int32_t device = 0;
+  std::int32_t device = 0;  ///< its ordinal
   /// 10 * major + minor: the smaller of the device's compute capability and the one the code was compiled
   /// for.
   std::int32_t compute = 0;
-  std::int32_t multiprocessors = 0;
-  std::int32_t max_cluster = 1;  ///< blocks of the largest cluster that the prepared kernels may use
-  std::size_t shared_bytes_per_block = 0;  ///< most dynamic shared memory of a block, opted into
-  std::size_t shared_bytes_per_multiprocessor = 0;
+  std::int32_t multiprocessors = 0;  ///< of the device
+  std::int32_t max_cluster = 1;      ///< blocks of the largest cluster that the prepared kernels may use
+  std::size_t shared_bytes_per_block = 0;           ///< most dynamic shared memory of a block, opted into
+  std::size_t shared_bytes_per_multiprocessor = 0;  ///< of all blocks that share one
 
   /// Clusters of 2, 4, 8 and 16 blocks that run at once, with one and with two blocks a multiprocessor:
   /// graphics processing clusters do not divide evenly, and a grid that asks for one more waits for a whole

@@ -20,9 +20,9 @@ namespace atlas::lora::inline v0 {
 /// that are base, slots and tokens out of range, and tokens that the slot leaves alone keep h's bytes.
 template <Element T>
 struct OverlayEmbedParams {
-  T* h = nullptr;                 ///< `[rows, table.hidden]`, device, element-aligned
-  std::int64_t h_row_stride = 0;  ///< elements between rows, at least `table.hidden`
-  std::int32_t rows = 0;
+  T* h = nullptr;                           ///< `[rows, table.hidden]`, device, element-aligned
+  std::int64_t h_row_stride = 0;            ///< elements between rows, at least `table.hidden`
+  std::int32_t rows = 0;                    ///< rows of h
   std::int32_t const* tokens = nullptr;     ///< `[rows]`, device
   std::int32_t const* row_slots = nullptr;  ///< `[rows]`, device; negative is base. A plan's, for one
   OverlayTable<T> table{};                  ///< by value; its cells are device memory

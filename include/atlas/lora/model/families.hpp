@@ -236,6 +236,7 @@ struct LayerKinds {
 }
 
 /// The checked shape of a known family's model: `describe_model`, then `ModelShape::create`.
+/// Errors: theirs.
 [[nodiscard]] inline Result<ModelShape> model_shape(ModelConfig const& config, ModuleChoice choice = {}) {
   auto description = describe_model(config, choice);
   if (!description) return cuda::std::unexpected<Error>(std::move(description).error());

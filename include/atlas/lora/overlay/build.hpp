@@ -284,9 +284,9 @@ class OverlayBuilder {
 /// embedding leaves the head what it was, as PEFT does. The digest covers how the rows were built.
 ///
 /// Errors: `invalid_argument` for a model of no known vocabulary and hidden size, or a threshold that is
-/// negative or NaN; `shape_mismatch`; `out_of_range` for a token id beyond the vocabulary or said twice, or a
-/// value that the served type cannot hold; `unsupported` for LoRA on an embedding that is not at hand; the
-/// served tables' own.
+/// negative or NaN; `shape_mismatch`; `unmatched` for ids without rows, or LoRA of one tensor;
+/// `out_of_range` for a token id beyond the vocabulary or said twice, or a value that the served type cannot
+/// hold; `unsupported` for LoRA on an embedding that is not at hand; the served tables' own.
 template <ServedTable S>
 [[nodiscard]] Result<Adapter> build_overlay(Adapter adapter, ModelShape const& shape,
                                             ServedTables<S> const& served,
@@ -317,7 +317,7 @@ template <ServedTable S>
   return adapter;
 }
 
-/// The same for a model whose tables are not at hand, which are of element type `T`.
+/// The same for a model whose tables are not at hand, which are of element type `T`. Errors: likewise.
 template <Element T>
 [[nodiscard]] Result<Adapter> build_overlay(Adapter adapter, ModelShape const& shape,
                                             OverlayOptions const& options = {}) {

@@ -93,7 +93,8 @@ class AdapterPool {
   }
 
   /// The same of an adapter that is packed already, as `HostTier` keeps them: the device copies it, experts,
-  /// routers and token rows too, and nothing is converted. Who calls holds it until the call returns.
+  /// routers and token rows too, and nothing is converted. Who calls holds it until the call returns. Errors:
+  /// likewise, but for those of `convert`; `shape_mismatch` when it is packed for another model.
   [[nodiscard]] Result<Staged> load(std::string_view name, PackedAdapter<T> const& adapter,
                                     StageOptions const& options = {}) {
     return load_any(name, adapter, options);
