@@ -221,11 +221,7 @@ TEST_CASE("a list of layer types goes before the interval, and layers past its e
 }
 
 TEST_CASE("what is wrong with a configuration is said by the field's name") {
-  auto const fault = [](ModelConfig const& c) {
-    auto const shape = model_shape(c);
-    REQUIRE_FALSE(shape);
-    return shape.error();
-  };
+  auto const fault = [](ModelConfig const& c) { return testing::bad(model_shape(c)); };
   ModelConfig c = dense("llama");
   SUBCASE("an unknown family") {
     c.model_type = "gpt2";

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <stop_token>
 #include <string_view>
-#include <utility>
 
 #include <doctest/doctest.h>
 
@@ -17,10 +16,9 @@
 #include "atlas/lora/pool/host_tier.hpp"
 #include "atlas/lora/pool/pool.hpp"
 #include "scripted_backend.hpp"
+#include "tiny_pool.hpp"
 
 namespace atlas_test {
-
-using namespace atlas::lora;
 
 /// Gives every name one adapter.
 struct OneAdapter {
@@ -35,14 +33,6 @@ HostTier<T, OneAdapter> tier_of(ModelShape const& shape, Adapter const& adapter,
   auto const arena = PinnedArena::create(HostBackend{}, 64 << 10, block_bytes);
   REQUIRE(arena.has_value());
   return HostTier<T, OneAdapter>(shape, *arena, OneAdapter{adapter}, packing);
-}
-
-template <Element T>
-AdapterPool<T, ScriptedBackend> pool_of(ModelShape const& shape, PoolOptions const& options,
-                                        ScriptedBackend const& backend = {}) {
-  auto pool = AdapterPool<T, ScriptedBackend>::create(shape, options, backend);
-  REQUIRE(pool.has_value());
-  return *std::move(pool);
 }
 
 /// Promotes "a" again and again while one call after the other of the device fails; returns how many failed

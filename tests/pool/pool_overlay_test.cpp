@@ -23,9 +23,7 @@ using atlas::lora::testing::says;
 template <Element T = float>
 AdapterPool<T, ScriptedBackend> overlay_pool(PoolOptions const& options,
                                              ScriptedBackend const& backend = {}) {
-  auto pool = AdapterPool<T, ScriptedBackend>::create(vocabulary_shape(), options, backend);
-  REQUIRE_MESSAGE(pool.has_value(), (pool ? std::string() : pool.error().message));
-  return *std::move(pool);
+  return pool_of<T>(vocabulary_shape(), options, backend);
 }
 
 template <class P>

@@ -128,11 +128,18 @@ inline std::vector<std::size_t> const every_site{0, 1, 2, 3, 4};
 
 using Pool = AdapterPool<float, ScriptedBackend>;
 
-template <class T = float>
-AdapterPool<T, ScriptedBackend> make_pool(PoolOptions const& options, ScriptedBackend const& backend = {}) {
-  auto pool = AdapterPool<T, ScriptedBackend>::create(tiny_shape(), options, backend);
-  REQUIRE(pool.has_value());
+/// A pool that there must be.
+template <Element T>
+AdapterPool<T, ScriptedBackend> pool_of(ModelShape const& shape, PoolOptions const& options,
+                                        ScriptedBackend const& backend = {}) {
+  auto pool = AdapterPool<T, ScriptedBackend>::create(shape, options, backend);
+  REQUIRE_MESSAGE(pool.has_value(), (pool ? std::string() : pool.error().message));
   return *std::move(pool);
+}
+
+template <Element T = float>
+AdapterPool<T, ScriptedBackend> make_pool(PoolOptions const& options, ScriptedBackend const& backend = {}) {
+  return pool_of<T>(tiny_shape(), options, backend);
 }
 
 template <class P>
