@@ -115,7 +115,8 @@ void set_shape(Operands<T, Y>& p, DeltaTuning const& tuning) noexcept {
     p.shape.first_output[i + 1] = p.shape.first_output[i] + output_tiles(p.projections[i].table.n_out);
     p.shape.xa_offset[i] = xa_shared_offset(p, i);
   }
-  p.shape.set(Contraction(p.k_in), tuning.cluster, tuning.threads / warp_threads, p.num_projections);
+  p.shape.set(Contraction(p.k_in), tuning.cluster, tuning.threads / warp_threads, p.segment_rank_tiles,
+              p.num_projections);
 }
 
 /// The one-launch kernel of a tuning; its cluster is an argument.
@@ -127,10 +128,10 @@ template <class Tuning, Element T, Element Y, class Source>
 cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t tiles, Machine const& machine,
                          cudaStream_t stream) noexcept {
   constexpr DeltaTuning tuning = Tuning::value;
-  std::size_t const shared = delta_shared_bytes<tuning.threads / warp_threads, T>(p.xa_shared_stride);
+  set_shape(p, tuning);
+  std::size_t const shared = delta_shared_bytes<tuning.threads / warp_threads, T>(p.shape, p.xa_shared_stride);
   if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster)
     return cudaErrorInvalidValue;
-  set_shape(p, tuning);
   LaunchShape const shape = team_shape(tuning, blocks_of(tuning, sizeof(T)),
                                        tiles * std::int64_t{p.shape.max_parts}, shared, machine);
   return launch(delta_kernel_of<Tuning, T, Y, Source>, shape, machine, stream, p, source);

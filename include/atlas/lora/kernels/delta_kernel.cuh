@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     delta_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ float4 dynamic[];
-  DeltaShared<Warps, T> const shared(dynamic);
+  DeltaShared<Warps, T> const shared(dynamic, p.shape);
   if (!p.inputs_settled) enter();
   int const block = static_cast<int>(blockIdx.x) & ((1 << p.shape.cluster_log2) - 1);
   int const warp = warp_index();
@@ -52,18 +52,18 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     publish_barriers();
   }
   // Segments that do not exist count as the sum that changes nothing.
-  for (int i = p.shape.segments * slab_rank_tiles * rank_tile_values + static_cast<int>(threadIdx.x);
-       i < max_segments * slab_rank_tiles * rank_tile_values; i += Warps * warp_threads) {
-    reinterpret_cast<float*>(shared.segments)[i] = -0.0F;
+  for (int i = static_cast<int>(threadIdx.x); p.shape.segments < max_segments && i < p.shape.slab * rank_tile_segments; i += Warps * warp_threads) {
+    if (i % rank_tile_segments >= p.shape.segments * rank_tile_values)
+      reinterpret_cast<float*>(shared.segments)[i] = -0.0F;
   }
   Multiply<Source, Warps, T, Y> multiply(p, shared, block);
   __syncthreads();
   // The wait stands before the first word to another block.
   cluster_arrive_relaxed();
+  int i = 0;
   for (std::int32_t turn = Warps;; turn += Warps) {
-    int i = 0;
 #pragma unroll 1
-    for (; i < Warps; ++i) {
+    for (i = 0; i < Warps; ++i) {
       if (shared.tile(i).exists == 0) break;
       multiply.tile(i);
     }
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
   multiply.settle();
   // No block leaves while another may still arrive at its barriers; the release makes the arrivals come
   // first.
-  if (multiply.expects_arrivals()) {
+  if (multiply.expects_arrivals(i)) {
     cluster_arrive();
     cluster_wait();
   }

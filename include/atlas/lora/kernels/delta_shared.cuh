@@ -9,18 +9,17 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/barrier.cuh"
+#include "atlas/lora/kernels/delta_shape.hpp"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/row_tile.cuh"
 #include "atlas/lora/kernels/work.hpp"
 
 namespace atlas::lora::inline v0::detail {
 
-/// Float4 values of the chunk sums of a slab: rank tiles, chunk slots, lanes.
-inline constexpr int slab_chunk_sums = slab_rank_tiles * max_chunks * warp_threads;
 /// Values of one rank tile's sums: its lanes' accumulators.
 inline constexpr int rank_tile_values = 4 * warp_threads;
-/// Float4 values of the segment sums of a slab.
-inline constexpr int slab_segment_sums = max_segments * slab_rank_tiles * warp_threads;
+/// Values of one rank tile's segment sums.
+inline constexpr int rank_tile_segments = max_segments * rank_tile_values;
 
 /// What a block keeps in shared memory beside the arrays.
 template <int Warps, Element T>
@@ -33,25 +32,28 @@ struct alignas(16) DeltaHead {
 
 /// Bytes of a block's shared memory: head, segment sums, chunk sums, xa.
 template <int Warps, Element T>
-ATLAS_HD constexpr std::size_t delta_shared_bytes(std::int32_t xa_shared_stride) noexcept {
+ATLAS_HD constexpr std::size_t delta_shared_bytes(DeltaShape const& shape,
+                                                  std::int32_t xa_shared_stride) noexcept {
+  auto const sums = static_cast<std::size_t>(shape.slab) *
+                    (max_segments + static_cast<std::size_t>(shape.chunk_slots)) * warp_threads;
   std::size_t const xa =
       static_cast<std::size_t>(tile_rows) * static_cast<std::size_t>(xa_shared_stride) * sizeof(T);
-  return sizeof(DeltaHead<Warps, T>) + sizeof(float4) * (slab_segment_sums + slab_chunk_sums) + xa;
+  return sizeof(DeltaHead<Warps, T>) + sizeof(float4) * sums + xa;
 }
 
 /// A block's shared memory by name.
 template <int Warps, Element T>
 struct DeltaShared {
   DeltaHead<Warps, T>* head;
-  float4* segments;  ///< [max_segments][slab_rank_tiles][32]
-  float4* chunks;    ///< [slab_rank_tiles][max_chunks][32]
+  float4* segments;  ///< [slab][max_segments][32]
+  float4* chunks;    ///< [slab][chunk_slots][32]
   T* xa;             ///< [tile_rows][xa_shared_stride]
 
-  __device__ explicit DeltaShared(float4* base)
+  __device__ DeltaShared(float4* base, DeltaShape const& shape)
       : head(reinterpret_cast<DeltaHead<Warps, T>*>(base)),
         segments(base + sizeof(DeltaHead<Warps, T>) / sizeof(float4)),
-        chunks(segments + slab_segment_sums),
-        xa(reinterpret_cast<T*>(chunks + slab_chunk_sums)) {}
+        chunks(segments + shape.slab * max_segments * warp_threads),
+        xa(reinterpret_cast<T*>(chunks + shape.slab * shape.chunk_slots * warp_threads)) {}
   __device__ RowTile<T>& tile(int index) const { return reinterpret_cast<RowTile<T>&>(head->tile[index]); }
 };
 

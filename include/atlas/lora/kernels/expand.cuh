@@ -21,16 +21,22 @@
 
 namespace atlas::lora::inline v0::detail {
 
+/// Writes a pack to `p`, which is 16-byte aligned.
+template <Element T>
+__device__ inline void store_vectors(T* p, Pack<T> const& pack) {
+  auto* const vectors = reinterpret_cast<uint4*>(p);
+#pragma unroll
+  for (int i = 0; i < Pack<T>::words / 4; ++i) {
+    vectors[i] =
+        make_uint4(pack.word[4 * i], pack.word[4 * i + 1], pack.word[4 * i + 2], pack.word[4 * i + 3]);
+  }
+}
+
 /// Writes the first `valid` elements of a pack; by vectors where all are valid and `wide` promises alignment.
 template <Element T>
 __device__ inline void store_padded(T* p, Pack<T> pack, std::int32_t valid, bool wide) {
   if (wide && valid >= pack_elements) {
-    auto* const vectors = reinterpret_cast<uint4*>(p);
-#pragma unroll
-    for (int i = 0; i < Pack<T>::words / 4; ++i) {
-      vectors[i] =
-          make_uint4(pack.word[4 * i], pack.word[4 * i + 1], pack.word[4 * i + 2], pack.word[4 * i + 3]);
-    }
+    store_vectors(p, pack);
     return;
   }
 #pragma unroll 1
@@ -108,12 +114,31 @@ ATLAS_HD inline std::int32_t total_output_tiles(Operands<T, Y> const& p) {
   return total;
 }
 
+/// Expands and folds one output tile of a projection that has a rank into y; `xa` is the projection's. A whole
+/// warp calls it.
+template <class Source, bool Wide, Element T, Element Y>
+__device__ void expand_tile(RowTile<T> const& tile, Operands<T, Y> const& p, int projection,
+                            std::int32_t output_tile, T const* xa) {
+  RouteCell<T> const& cell = tile.cell[projection];
+  DeltaProjection<T, Y> const& target = p.projections[projection];
+  std::int32_t const row = tile.row[group()];
+  std::int64_t const n_out = target.table.n_out;
+  std::int64_t const first = static_cast<std::int64_t>(output_tile) * tile_outputs;
+  std::int64_t const n = first + quad() * pack_elements;
+  Y* const y = target.y + row * target.y_row_stride + n;
+  std::int64_t const valid = row >= 0 ? n_out - n : 0;
+  Pack<Y> const before = load_pack<Wide>(y, valid);
+  Pack<T> const delta = expand_outputs<Wide>(cell, rank_of<Source>(tile, projection), n_out, first, xa,
+                                             p.xa_shared_stride);
+  store_padded(y, folded(before, delta, cell.scale),
+               static_cast<std::int32_t>(min(valid, std::int64_t{pack_elements})), Wide);
+}
+
 /// Expands and folds the output tiles `tiles`, counted over the projections in order, into y. All warps of
 /// the block call it and take tiles in turn.
 template <class Source, bool Wide, Element T, Element Y>
 __device__ void expand_tiles(RowTile<T> const& tile, Operands<T, Y> const& p, Share tiles, T const* xa) {
   int const warps = static_cast<int>(blockDim.x) / warp_threads;
-  std::int32_t const row = tile.row[group()];
   for (std::int32_t t = tiles.first + static_cast<int>(threadIdx.x) / warp_threads; t < tiles.last;
        t += warps) {
     int projection = 0;
@@ -122,20 +147,8 @@ __device__ void expand_tiles(RowTile<T> const& tile, Operands<T, Y> const& p, Sh
       local -= output_tiles(p.projections[projection].table.n_out);
       ++projection;
     }
-    RouteCell<T> const& cell = tile.cell[projection];
-    std::int32_t const rank = rank_of<Source>(tile, projection);
-    if (rank == 0) continue;
-    DeltaProjection<T, Y> const& target = p.projections[projection];
-    std::int64_t const n_out = target.table.n_out;
-    std::int64_t const first = static_cast<std::int64_t>(local) * tile_outputs;
-    std::int64_t const n = first + quad() * pack_elements;
-    Y* const y = target.y + row * target.y_row_stride + n;
-    std::int64_t const valid = row >= 0 ? n_out - n : 0;
-    Pack<Y> const before = load_pack<Wide>(y, valid);
-    Pack<T> const delta = expand_outputs<Wide>(cell, rank, n_out, first, xa + xa_shared_offset(p, projection),
-                                               p.xa_shared_stride);
-    store_padded(y, folded(before, delta, cell.scale),
-                 static_cast<std::int32_t>(min(valid, std::int64_t{pack_elements})), Wide);
+    if (rank_of<Source>(tile, projection) == 0) continue;
+    expand_tile<Source, Wide>(tile, p, projection, local, xa + xa_shared_offset(p, projection));
   }
 }
 

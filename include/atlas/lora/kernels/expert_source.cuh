@@ -44,13 +44,10 @@ struct ExpertSource {
     if (lane == 0) tile.exists = exists ? 1 : 0;
     RouteCell<T> cell;
     if (exists && lane < p.num_projections) cell = tables[lane].find(group.slot, group.expert);
-    if (lane < tile_rows) {
-      std::int32_t const row = group.row[lane];
-      bool const inside = exists && lane < group.count && row >= 0 && row < p.rows;
-      std::int32_t const x_row = inside ? input.x_row(row) : -1;
-      tile.x_row[lane] = x_row;
-      tile.row[lane] = x_row >= 0 ? row : -1;
-    }
+    std::int32_t const row = lane < tile_rows ? group.row[lane] : -1;
+    bool const inside = exists && lane < group.count && row >= 0 && row < p.rows;
+    std::int32_t const x_row = inside ? input.x_row(row) : -1;
+    set_rows(tile, x_row >= 0 ? row : -1, x_row);
     describe(tile, p, cell);
   }
 };

@@ -56,6 +56,14 @@ __device__ inline Pack<T> load_vectors(T const* p) {
   return pack;
 }
 
+/// The eight elements at `p` in global memory, which is 16-byte aligned; the compiler cannot know that of an
+/// address that was read from shared memory.
+template <Element T>
+__device__ inline Pack<T> load_global(T const* p) {
+  __builtin_assume(__isGlobal(p));
+  return load_vectors(p);
+}
+
 /// The first `valid` of the eight elements at `p`, one by one; the others zero and not loaded.
 template <Element T>
 __device__ inline Pack<T> load_elements(T const* p, std::int64_t valid) {

@@ -42,33 +42,38 @@ class Multiply {
     std::int32_t const all = tile.first_rank_tile[max_projections];
     if (all == 0) return;
     row_ = tile.row[group()];
-    unsigned const exist = __ballot_sync(0xffffffffu, row_ >= 0);
-    quads_ = (32 - __clz(static_cast<int>(exist)) + 7) / 8;
     int first = 0;
     while (tile.cell[first].rank == 0) ++first;
-    // The first tile's B was not asked for on the way of another.
-    if (!settled_) prefetch_b(tile);
-    OutputTile output;
-    std::int32_t const own = shared_.head->own[first].x + warp_;
-#pragma unroll 1
-    for (std::int32_t slab = 0; slab < all; slab += slab_rank_tiles) {
-      std::int32_t const ranks = min(slab_rank_tiles, all - slab);
-      bool const last = slab + ranks == all;
-      shrink(tile, slab, ranks);
-      // B and y of this warp's first output tile are on their way while segment sums cross.
-      load_b(output, tile, first, own, 0);
-      load_y(output, first, own);
-      XaPlace const place = xa_place(tile, slab, static_cast<int>(threadIdx.x));
-      bool const known = last && index + 1 < Warps;
-      if (known) {
-        prefetch_a(shared_.tile(index + 1));
-        prefetch_b(shared_.tile(index + 1));
-      }
-      fold(tile, slab, ranks, place, known && shared_.tile(index + 1).exists == 0);
+    // The first tile's weights were not asked for on the way of another's.
+    if (!settled_) {
+      if (all > 1) prefetch_a(tile);
+      prefetch_b(tile);
     }
+    std::int32_t slab = 0;
+    std::int32_t ranks;
+#pragma unroll 1
+    for (;; slab += p_.shape.slab) {
+      ranks = min(p_.shape.slab, all - slab);
+      shrink(tile, slab, ranks);
+      if (slab + ranks == all) break;
+      fold(tile, slab, ranks, xa_place(tile, slab, static_cast<int>(threadIdx.x)), false);
+    }
+    // B and y of this warp's first output tiles are on their way while segment sums cross.
+    OutputTiles held{};
+    int2 const own = shared_.head->own[first];
+    std::int32_t const end = fast_end(tile, first, own.y);
+    load_b_ahead(held, tile, first, own.x + warp_, end);
+    load_y_ahead(held, outputs(first), own.x + warp_, end, rank_of<Source>(tile, first) <= block_elements);
+    XaPlace const place = xa_place(tile, slab, static_cast<int>(threadIdx.x));
+    bool const known = index + 1 < Warps;
+    if (known) {
+      prefetch_a(shared_.tile(index + 1));
+      prefetch_b(shared_.tile(index + 1));
+    }
+    fold(tile, slab, ranks, place, known && shared_.tile(index + 1).exists == 0);
 #pragma unroll 1
     for (int i = first; i < p_.num_projections; ++i) {
-      if (tile.cell[i].rank > 0) expand(output, tile, i, i > first);
+      if (tile.cell[i].rank > 0) expand(held, tile, i, i > first);
     }
   }
 
@@ -80,13 +85,17 @@ class Multiply {
     settled_ = true;
   }
 
-  /// Whether other blocks may still arrive at this block's barriers.
-  [[nodiscard]] __device__ bool expects_arrivals() const { return expects_arrivals_; }
+  /// Whether other blocks may still arrive at this block's barriers when row tile `index` of the window is
+  /// the first that does not exist: they do after every tile but one that was known to be the last.
+  [[nodiscard]] __device__ bool expects_arrivals(int index) const {
+    return slabs_ > 0 && (index == 0 || shared_.tile(index - 1).first_rank_tile[max_projections] == 0);
+  }
 
  private:
-  /// Warps of one chunk slot, which take rank tiles in turn.
-  static constexpr int teams = Warps / max_chunks;
-  static_assert(teams >= 1 && Warps % max_chunks == 0);
+  static constexpr int warps_log2 = Warps == 8 ? 3 : 4;
+  static_assert(1 << warps_log2 == Warps);
+  /// Whether several blocks fit into registers at once.
+  static constexpr bool many = sizeof(T) == 2;
 
   // --- Shrink --------------------------------------------------------------------------------------------
 
@@ -100,91 +109,172 @@ class Multiply {
       std::int32_t const last = min(s + shape.group, segments_.last);
       std::int32_t const sums = (last - s) * ranks;
       Sending const sending = sending_of(0, s, ranks, sums);
-      BlockRange const blocks = shape.chunk_of_slot(s, last, warp_ % max_chunks);
-      if (blocks.size() > 0) {
-        // With one rank tile twice as many blocks fit into registers at once.
-        constexpr bool many = sizeof(T) == 2;
-        std::int32_t r = teams == 1 ? 0 : warp_ / max_chunks;
-        if constexpr (many) {
-#pragma unroll 1
-          for (; r + teams < ranks; r += 2 * teams) multiply_chunk<2, 2>(tile, slab, r, blocks);
-        }
-#pragma unroll 1
-        for (; r < ranks; r += teams) multiply_chunk<1, many ? 4 : 1>(tile, slab, r, blocks);
-      }
+      multiply_group(tile, slab, ranks, s, last);
       settle();
       __syncthreads();
       if (s == segments_.first && slabs_ > 0) shared_.head->sums_empty.wait((slabs_ - 1) & 1u);
-      send_sums(sending, s, ranks, sums);
+      send_sums(sending, s, ranks, sums, tile.quads);
       s = last;
       if (s < segments_.last) __syncthreads();
     } while (s < segments_.last);
   }
 
-  /// One chunk of `Ranks` rank tiles: `slab` + `first`, and every `teams`-th after it. The loads of `Ahead`
-  /// blocks of each are in flight together.
-  template <int Ranks, int Ahead>
-  __device__ void multiply_chunk(RowTile<T> const& tile, std::int32_t slab, std::int32_t first,
-                                 BlockRange blocks) {
-    Accumulator<T> sum[Ranks];
+  /// The chunks of the segments from `s` to `last`. Teams of warps take rank tiles in turn, the warps of a
+  /// team chunk slots.
+  __device__ void multiply_group(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks, std::int32_t s,
+                                 std::int32_t last) {
+    DeltaShape const& shape = p_.shape;
+    int const warps = Warps >> shape.teams_log2;
+    int const slots = (last - s) * shape.segment_chunks;
+    int const team = warp_ >> (warps_log2 - shape.teams_log2);
+#pragma unroll 1
+    for (int slot = (warp_ & (warps - 1)) << shape.pairs_log2; slot < slots;
+         slot += warps << shape.pairs_log2) {
+      BlockRange const first = shape.chunk_of_slot(s, last, slot);
+      BlockRange second;
+      if (shape.pairs_log2 > 0) second = shape.chunk_of_slot(s, last, slot + 1);
+      if (first.size() > 0) multiply_slots(tile, slab, ranks, team, slot, first, second);
+    }
+  }
+
+  /// The chunks of chunk slot `slot` and, where a warp takes pairs, of the one after it, of the rank tiles
+  /// from `slab` that are `team`'s.
+  __device__ void multiply_slots(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks, int team,
+                                 int slot, BlockRange first, BlockRange second) {
+    std::int32_t const end = max(first.last, second.last) * block_elements;
+    bool const fast = tile.wide != 0 && p_.wide && end <= static_cast<std::int32_t>(p_.k_in);
+    int const teams = 1 << p_.shape.teams_log2;
+    std::int32_t r = team;
+    if (fast) {
+      if constexpr (many) {
+#pragma unroll 1
+        for (; r + teams < ranks; r += 2 * teams) multiply_ranks<2>(tile, slab, r, slot, first, second);
+      }
+#pragma unroll 1
+      for (; r < ranks; r += teams) multiply_ranks<1>(tile, slab, r, slot, first, second);
+      return;
+    }
+    settle();
+#pragma unroll 1
+    for (; r < ranks; r += teams) {
+      chunk_sums(r, slot)[0] = multiply_slow(tile, slab + r, first);
+      if (second.size() > 0) chunk_sums(r, slot + 1)[0] = multiply_slow(tile, slab + r, second);
+    }
+  }
+
+  /// Row `j` of a projection's A.
+  __device__ T const* a_row(RowTile<T> const& tile, int projection, std::int32_t j) const {
+    return tile.cell[projection].a + static_cast<std::int64_t>(j) * static_cast<std::int32_t>(p_.k_in);
+  }
+
+  /// This lane's place for the sums of a chunk of rank tile `r` of the slab.
+  __device__ float4* chunk_sums(std::int32_t r, int slot) const {
+    return shared_.chunks + (r * p_.shape.chunk_slots + slot) * warp_threads + lane_index();
+  }
+
+  /// The same where all is aligned and inside, of `Ranks` rank tiles: `slab` + `r`, and one more of the team.
+  template <int Ranks>
+  __device__ void multiply_ranks(RowTile<T> const& tile, std::int32_t slab, std::int32_t r, int slot,
+                                 BlockRange first, BlockRange second) {
+    int const teams = 1 << p_.shape.teams_log2;
     T const* low[Ranks];
-    bool has_low[Ranks];
-    bool has_high[Ranks];
-    std::int32_t const k = blocks.first * block_elements + quad() * pack_elements;
-    auto const k_in = static_cast<std::int32_t>(p_.k_in);
+    T const* high[Ranks];
+    std::int32_t const k = first.first * block_elements + quad() * pack_elements;
 #pragma unroll
-    for (int r = 0; r < Ranks; ++r) {
-      std::int32_t const rank_tile = slab + first + r * teams;
+    for (int i = 0; i < Ranks; ++i) {
+      std::int32_t const rank_tile = slab + r + i * teams;
       int const projection = projection_of(tile, rank_tile);
+      // Ranks beyond the true one multiply the last one's weights and are never used.
       std::int32_t const last = rank_of<Source>(tile, projection) - 1;
       std::int32_t const j = (rank_tile - tile.first_rank_tile[projection]) * tile_ranks + group();
-      T const* const a = tile.cell[projection].a + k;
-      low[r] = a + static_cast<std::int64_t>(j) * k_in;
-      has_low[r] = j <= last;
-      has_high[r] = j + tile_batch_rows <= last;
+      low[i] = a_row(tile, projection, min(j, last)) + k;
+      high[i] = a_row(tile, projection, min(j + tile_batch_rows, last)) + k;
     }
     T const* const x = p_.x + max(tile.x_row[group()], 0) * p_.x_row_stride + k;
-#pragma unroll 1
-    for (std::int32_t b = 0; b < blocks.size(); b += Ahead) {
-      Pack<T> a_low[Ranks][Ahead];
-      Pack<T> a_high[Ranks][Ahead];
-      Pack<T> x_pack[Ahead];
-      auto const inside = [&](int i) {
-        return b + i < blocks.size() ? k_in - k - (b + i) * block_elements : 0;
-      };
-      auto const load_a = [&](auto const& load) {
-#pragma unroll
-        for (int r = 0; r < Ranks; ++r) {
-#pragma unroll
-          for (int i = 0; i < Ahead; ++i) {
-            T const* const a = low[r] + (b + i) * block_elements;
-            a_low[r][i] = load(a, has_low[r] ? inside(i) : 0);
-            a_high[r][i] = load(a + tile_batch_rows * p_.k_in, has_high[r] ? inside(i) : 0);
-          }
-        }
-      };
-      if (tile.wide != 0) {
-        load_a([](T const* a, std::int32_t valid) { return load_operand<true>(a, valid); });
-      } else {
-        load_a([](T const* a, std::int32_t valid) { return load_padded(a, valid, false); });
-      }
-      settle();
-#pragma unroll
-      for (int i = 0; i < Ahead; ++i)
-        x_pack[i] = load_padded(x + (b + i) * block_elements, inside(i), p_.wide);
-#pragma unroll
-      for (int r = 0; r < Ranks; ++r) {
-#pragma unroll
-        for (int i = 0; i < Ahead; ++i) {
-          if (b + i < blocks.size()) sum[r].add(a_low[r][i], a_high[r][i], x_pack[i]);
-        }
-      }
+    std::int32_t const gap = (second.first - first.last) * block_elements;
+    Accumulator<T> sums[Ranks][2];
+    if (many && first.size() == pair_chunk_blocks && second.size() == pair_chunk_blocks) {
+      add_blocks<Ranks, many ? 4 : 1, pair_chunk_blocks>(sums, low, high, x, 0, gap);
+    } else {
+      add_chunk<Ranks, 0>(sums, low, high, x, 0, first.size());
+      if (second.size() > 0)
+        add_chunk<Ranks, 1>(sums, low, high, x, first.size() * block_elements + gap, second.size());
     }
+#pragma unroll
+    for (int i = 0; i < Ranks; ++i) {
+      float4* const to = chunk_sums(r + i * teams, slot);
+      to[0] = sums[i][0].finish();
+      if (second.size() > 0) to[warp_threads] = sums[i][1].finish();
+    }
+  }
+
+  /// Adds `Blocks` blocks from `at` on, whose loads are in flight together, to the chains of one chunk; those
+  /// from `Split` on, which lie `gap` elements further, to the next chunk's.
+  template <int Ranks, int Blocks, int Split>
+  __device__ void add_blocks(Accumulator<T> (&sums)[Ranks][2], T const* const (&low)[Ranks],
+                             T const* const (&high)[Ranks], T const* x, std::int32_t at, std::int32_t gap) {
+    constexpr int first_chunk = Split == 0 ? 1 : 0;
+    Pack<T> a_low[Ranks][Blocks];
+    Pack<T> a_high[Ranks][Blocks];
+    Pack<T> x_pack[Blocks];
+    auto const place = [&](int i) { return at + i * block_elements + (Split > 0 && i >= Split ? gap : 0); };
 #pragma unroll
     for (int r = 0; r < Ranks; ++r) {
-      shared_.chunks[((first + r * teams) * max_chunks + warp_ % max_chunks) * warp_threads + lane_index()] =
-          sum[r].finish();
+#pragma unroll
+      for (int i = 0; i < Blocks; ++i) {
+        a_low[r][i] = load_global(low[r] + place(i));
+        a_high[r][i] = load_global(high[r] + place(i));
+      }
     }
+    settle();
+#pragma unroll
+    for (int i = 0; i < Blocks; ++i) x_pack[i] = load_vectors(x + place(i));
+#pragma unroll
+    for (int i = 0; i < Blocks; ++i) {
+#pragma unroll
+      for (int r = 0; r < Ranks; ++r) {
+        sums[r][Split > 0 && i >= Split ? 1 : first_chunk].add(a_low[r][i], a_high[r][i], x_pack[i]);
+      }
+    }
+  }
+
+  /// Adds `blocks` blocks from `at` on to the chains of chunk `Chunk`, 0 or 1.
+  template <int Ranks, int Chunk>
+  __device__ void add_chunk(Accumulator<T> (&sums)[Ranks][2], T const* const (&low)[Ranks],
+                            T const* const (&high)[Ranks], T const* x, std::int32_t at, std::int32_t blocks) {
+    auto const add = [&]<int Blocks>() {
+      add_blocks<Ranks, Blocks, Chunk == 1 ? 0 : Blocks>(sums, low, high, x, at, 0);
+      at += Blocks * block_elements;
+      blocks -= Blocks;
+    };
+    if constexpr (many) {
+      if constexpr (Chunk == 0) {
+#pragma unroll 1
+        while (blocks >= 4) add.template operator()<4>();
+      }
+#pragma unroll 1
+      while (blocks >= 2) add.template operator()<2>();
+    }
+#pragma unroll 1
+    while (blocks > 0) add.template operator()<1>();
+  }
+
+  /// A chunk of one rank tile, whatever its alignment and whether its blocks are whole.
+  __device__ float4 multiply_slow(RowTile<T> const& tile, std::int32_t rank_tile, BlockRange blocks) const {
+    int const projection = projection_of(tile, rank_tile);
+    std::int32_t const last = rank_of<Source>(tile, projection) - 1;
+    std::int32_t const j = (rank_tile - tile.first_rank_tile[projection]) * tile_ranks + group();
+    T const* const low = a_row(tile, projection, min(j, last));
+    T const* const high = a_row(tile, projection, min(j + tile_batch_rows, last));
+    T const* const x = p_.x + max(tile.x_row[group()], 0) * p_.x_row_stride;
+    Accumulator<T> sum;
+#pragma unroll 1
+    for (std::int32_t b = blocks.first; b < blocks.last; ++b) {
+      std::int32_t const k = b * block_elements + quad() * pack_elements;
+      auto const left = static_cast<std::int32_t>(p_.k_in) - k;
+      sum.add(load_elements(low + k, left), load_elements(high + k, left), load_elements(x + k, left));
+    }
+    return sum.finish();
   }
 
   // --- Exchange ------------------------------------------------------------------------------------------
@@ -198,8 +288,6 @@ class Multiply {
 
   /// Warps that share the targets of one of `sums` sums, as a power of two.
   [[nodiscard]] __device__ static int sharing_log2(std::int32_t sums) {
-    constexpr int warps_log2 = Warps == 8 ? 3 : 4;
-    static_assert(1 << warps_log2 == Warps);
     return max(warps_log2 - (32 - __clz(sums - 1)), 0);
   }
 
@@ -218,13 +306,13 @@ class Multiply {
     std::int32_t const chunks = here == shape.segment_blocks
                                     ? shape.segment_chunks
                                     : (here + shape.chunk_blocks - 1) / shape.chunk_blocks;
-    return {chunks, r * max_chunks + (segment - first) * shape.segment_chunks, segment * slab_rank_tiles + r};
+    return {chunks, r * shape.chunk_slots + (segment - first) * shape.segment_chunks, r * max_segments + segment};
   }
 
   /// Folds the chunks of the group of segments from `first` and sends the sums of rows that exist to every
   /// block of the cluster. Warps share a sum's targets where there are fewer sums than warps.
-  __device__ void send_sums(Sending sending, std::int32_t first, std::int32_t ranks,
-                            std::int32_t sums) const {
+  __device__ void send_sums(Sending sending, std::int32_t first, std::int32_t ranks, std::int32_t sums,
+                            int quads) const {
     int const sharing = sharing_log2(sums);
     auto const local = shared_address(shared_.head);
     auto const done = shared_address(&shared_.head->sums_full);
@@ -242,7 +330,7 @@ class Multiply {
       for (int target = warp_ & ((1 << sharing) - 1); target < 1 << p_.shape.cluster_log2;
            target += 1 << sharing) {
         std::uint32_t const there = address_in_block(local, static_cast<std::uint32_t>(target)) - local;
-        if (quad() < quads_) send(there + to, total, there + done);
+        if (quad() < quads) send(there + to, total, there + done);
       }
       i += Warps >> sharing;
       if (i >= sums) return;
@@ -279,140 +367,158 @@ class Multiply {
                        bool last) {
     DeltaHead<Warps, T>& head = *shared_.head;
     if (threadIdx.x == 0) {
-      head.sums_full.arrive_expecting(static_cast<std::uint32_t>(p_.shape.segments * ranks * 8 * quads_) *
+      head.sums_full.arrive_expecting(static_cast<std::uint32_t>(p_.shape.segments * ranks * 8 * tile.quads) *
                                       sizeof(float4));
     }
-    auto const* own = reinterpret_cast<float const*>(shared_.segments) + threadIdx.x;
     auto i = static_cast<int>(threadIdx.x);
+    constexpr int step = Warps * warp_threads / rank_tile_values;
+    auto const* own = reinterpret_cast<float const*>(shared_.segments) +
+                      i / rank_tile_values * rank_tile_segments + i % rank_tile_values;
     head.sums_full.wait(slabs_ & 1u);
     while (i < ranks * rank_tile_values) {
       float total = own[0];
 #pragma unroll
       for (int s = 1; s < max_segments; ++s) {
-        total = add_rn(total, own[s * slab_rank_tiles * rank_tile_values]);
+        total = add_rn(total, own[s * rank_tile_values]);
       }
       T const zero = round_to<T>(0.0F);
       place.xa[0] = place.inside ? round_to<T>(total) : zero;
       if (place.half) place.xa[tile_ranks] = zero;
       i += Warps * warp_threads;
-      own += Warps * warp_threads;
+      own += step * rank_tile_segments;
       if (i >= ranks * rank_tile_values) break;
       place = xa_place(tile, slab, i);
     }
     __syncthreads();
-    expects_arrivals_ = !last;
     if (!last && threadIdx.x < 1 << p_.shape.cluster_log2) head.sums_empty.arrive_at(threadIdx.x);
     ++slabs_;
   }
 
   // --- Expand --------------------------------------------------------------------------------------------
 
-  /// Blocks of the rank whose B is loaded together, as registers allow.
-  static constexpr int held_blocks = sizeof(T) == 2 && sizeof(Y) == 2 ? 2 : 1;
-
-  /// What one output tile needs from memory: this lane's packs of B, and its eight outputs of y.
-  struct OutputTile {
-    Pack<T> b[held_blocks][4];
-    Pack<Y> y;
+  /// What a warp holds of B and y: two output tiles of a rank of one block, or two blocks of one's.
+  struct OutputTiles {
+    Pack<T> b[2][4];
+    Pack<Y> y[2];
   };
 
-  /// B of an output tile's blocks from rank `j` on; of outputs beyond n_out some that are.
-  __device__ void load_b(OutputTile& output, RowTile<T> const& tile, int projection, std::int32_t output_tile,
-                         std::int32_t j) const {
+  /// The end of a block's output tiles of a projection that are aligned and whole.
+  __device__ std::int32_t fast_end(RowTile<T> const& tile, int projection, std::int32_t last) const {
+    auto const n_out = static_cast<std::int32_t>(p_.projections[projection].table.n_out);
+    return tile.wide != 0 && p_.wide ? min(last, n_out / tile_outputs) : 0;
+  }
+
+  /// B of an output tile before `end` at the block of the rank from `j` on. Lanes beyond the rank keep what
+  /// they have.
+  __device__ void load_b(Pack<T> (&b)[4], RowTile<T> const& tile, int projection, std::int32_t output_tile,
+                         std::int32_t j, std::int32_t end) const {
     RouteCell<T> const& cell = tile.cell[projection];
     std::int32_t const n = output_tile * tile_outputs + output_of(lane_index(), 0);
-    auto const n_last = static_cast<std::int32_t>(p_.projections[projection].table.n_out) - 1;
     j += quad() * pack_elements;
-    std::int32_t const left = rank_of<Source>(tile, projection) - j;
-    auto const load_rows = [&](auto const& load) {
+    if (output_tile >= end || j >= rank_of<Source>(tile, projection)) return;
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        T const* const b = cell.b + static_cast<std::int64_t>(min(n + 2 * m, n_last)) * cell.b_row_stride + j;
-#pragma unroll
-        for (int i = 0; i < held_blocks; ++i)
-          output.b[i][m] = load(b + i * block_elements, left - i * block_elements);
-      }
-    };
-    if (tile.wide != 0) {
-      load_rows([](T const* b, std::int32_t valid) { return load_operand<true>(b, valid); });
-    } else {
-      load_rows([](T const* b, std::int32_t valid) { return load_padded(b, valid, false); });
-    }
+    for (int m = 0; m < 4; ++m)
+      b[m] = load_global(cell.b + static_cast<std::int64_t>(n + 2 * m) * cell.b_row_stride + j);
   }
 
-  /// y of an output tile, zero where the block has none.
-  __device__ void load_y(OutputTile& output, int projection, std::int32_t output_tile) const {
+  /// Where this lane's outputs of a projection's first output tile are.
+  __device__ Y* outputs(int projection) const {
     DeltaProjection<T, Y> const& target = p_.projections[projection];
-    std::int32_t const n = output_tile * tile_outputs + quad() * pack_elements;
-    bool const exists = output_tile < shared_.head->own[projection].y && row_ >= 0;
-    output.y = load_padded(target.y + row_ * target.y_row_stride + n,
-                           exists ? static_cast<std::int32_t>(target.table.n_out) - n : 0, p_.wide);
+    return target.y + row_ * target.y_row_stride + quad() * pack_elements;
   }
 
-  /// Expands the block's output tiles of one projection and folds them into y. The warp's first is in
-  /// `output` unless `late`.
-  __device__ void expand(OutputTile& output, RowTile<T> const& tile, int projection, bool late) {
-    constexpr std::int32_t held = held_blocks * block_elements;
+  /// Loads what comes first of B of the output tiles from `output_tile` to `end`.
+  __device__ void load_b_ahead(OutputTiles& held, RowTile<T> const& tile, int projection,
+                               std::int32_t output_tile, std::int32_t end) const {
+    bool const one_block = rank_of<Source>(tile, projection) <= block_elements;
+    load_b(held.b[0], tile, projection, output_tile, 0, end);
+    load_b(held.b[1], tile, projection, output_tile + (one_block ? Warps : 0), one_block ? 0 : block_elements,
+           end);
+  }
+  /// Loads y of the same output tiles; `y` is the projection's `outputs`.
+  __device__ void load_y_ahead(OutputTiles& held, Y const* y, std::int32_t output_tile, std::int32_t end,
+                               bool one_block) const {
+    y += output_tile * tile_outputs;
+    if (row_ >= 0 && output_tile < end) held.y[0] = load_vectors(y);
+    if (row_ >= 0 && one_block && output_tile + Warps < end) held.y[1] = load_vectors(y + Warps * tile_outputs);
+  }
+
+  /// Expands the block's output tiles of one projection and folds them into y. What comes first is in `held`
+  /// unless `late`.
+  __device__ void expand(OutputTiles& held, RowTile<T> const& tile, int projection, bool late) {
     int2 const own = shared_.head->own[projection];
-    RouteCell<T> const& cell = tile.cell[projection];
-    DeltaProjection<T, Y> const& target = p_.projections[projection];
+    std::int32_t const end = fast_end(tile, projection, own.y);
+    std::int32_t t = own.x + warp_;
+    Y* const y = outputs(projection);
     std::int32_t const rank = rank_of<Source>(tile, projection);
-    auto const n_out = static_cast<std::int32_t>(target.table.n_out);
+    bool const one_block = rank <= block_elements;
+    if (late) {
+      held = OutputTiles{};
+      load_b_ahead(held, tile, projection, t, end);
+      load_y_ahead(held, y, t, end, one_block);
+    }
     T const* const xa =
         shared_.xa + group() * p_.xa_shared_stride + p_.shape.xa_offset[projection] + quad() * pack_elements;
-    std::int32_t t = own.x + warp_;
-    if (t >= own.y) return;
-    if (late) {
-      load_b(output, tile, projection, t, 0);
-      load_y(output, projection, t);
-    }
-    Y* const y = target.y + row_ * target.y_row_stride + quad() * pack_elements;
-    std::int32_t const y_left = row_ >= 0 ? n_out - quad() * pack_elements : 0;
-    for (bool more = true; more;) {
-      Accumulator<T> sums[2];
-      multiply_outputs(sums, output, xa, rank);
+    Pack<T> const x = load_vectors(xa);
 #pragma unroll 1
-      for (std::int32_t j = held; j < rank; j += held) {
-        load_b(output, tile, projection, t, j);
-        multiply_outputs(sums, output, xa + j, rank - j);
+    while (t < end) {
+      std::int32_t const now = t;
+      Accumulator<T> first[2];
+      Accumulator<T> second[2];
+      multiply_outputs(first, held.b[0], x, rank);
+      if (one_block) {
+        multiply_outputs(second, held.b[1], x, rank);
+      } else {
+        multiply_outputs(first, held.b[1], load_vectors(xa + block_elements), rank - block_elements);
+#pragma unroll 1
+        for (std::int32_t j = 2 * block_elements; j < rank; j += block_elements) {
+          if (rank - j < block_elements) clear(held.b[0]);
+          load_b(held.b[0], tile, projection, now, j, end);
+          multiply_outputs(first, held.b[0], load_vectors(xa + j), rank - j);
+        }
       }
-      Pack<Y> const before = output.y;
-      std::int32_t const n = t * tile_outputs;
-      t += Warps;
-      more = t < own.y;
-      if (more) {
-        load_b(output, tile, projection, t, 0);
-        load_y(output, projection, t);
-      }
-      Pack<T> const delta = finish_outputs(cell, n_out, n, sums);
-      store_padded(y + n, folded(before, delta, cell.scale), y_left - n, p_.wide);
+      t += one_block ? 2 * Warps : Warps;
+      if (t < end) load_b_ahead(held, tile, projection, t, end);
+      fold_outputs(tile, projection, y, now, first, held.y[0]);
+      if (one_block && now + Warps < end) fold_outputs(tile, projection, y, now + Warps, second, held.y[1]);
+      if (t < end) load_y_ahead(held, y, t, end, one_block);
+    }
+    if (end >= own.y) return;
+#pragma unroll 1
+    for (t = own.x + warp_; t < own.y; t += Warps) {
+      if (t >= end) expand_tile<Source, false>(tile, p_, projection, t, shared_.xa + p_.shape.xa_offset[projection]);
     }
   }
 
-  /// Adds the blocks in `output` to an output tile's chains; `rank` is what is left of it.
-  __device__ static void multiply_outputs(Accumulator<T> (&sums)[2], OutputTile& output, T const* xa,
-                                          std::int32_t rank) {
-    if (rank % pack_elements != 0) {
+  /// Adds one block of the rank, of which `left` are left, to an output tile's chains.
+  __device__ static void multiply_outputs(Accumulator<T> (&sums)[2], Pack<T> (&b)[4], Pack<T> const& x,
+                                          std::int32_t left) {
+    if (left % pack_elements != 0) {
 #pragma unroll
-      for (int i = 0; i < held_blocks; ++i) {
-#pragma unroll
-        for (int m = 0; m < 4; ++m) keep(output.b[i][m], rank - i * block_elements - quad() * pack_elements);
-      }
+      for (int m = 0; m < 4; ++m) keep(b[m], left - quad() * pack_elements);
     }
+    sums[0].add(b[0], b[1], x);
+    sums[1].add(b[2], b[3], x);
+  }
+  __device__ static void clear(Pack<T> (&b)[4]) {
 #pragma unroll
-    for (int i = 0; i < held_blocks; ++i) {
-      if (i * block_elements >= rank) break;
-      Pack<T> const x = load_vectors(xa + i * block_elements);
-      sums[0].add(output.b[i][0], output.b[i][1], x);
-      sums[1].add(output.b[i][2], output.b[i][3], x);
-    }
+    for (int m = 0; m < 4; ++m) b[m] = Pack<T>{};
+  }
+
+  /// Finishes an output tile and folds it into y, which was `before`.
+  __device__ void fold_outputs(RowTile<T> const& tile, int projection, Y* y, std::int32_t output_tile,
+                               Accumulator<T> const (&sums)[2], Pack<Y> const& before) const {
+    RouteCell<T> const& cell = tile.cell[projection];
+    Pack<T> const delta = finish_outputs(cell, p_.projections[projection].table.n_out,
+                                         output_tile * tile_outputs, sums);
+    if (row_ >= 0) store_vectors(y + output_tile * tile_outputs, folded(before, delta, cell.scale));
   }
 
   // --- The next tile -------------------------------------------------------------------------------------
 
-  /// Asks for the block's share of a row tile's A, a lane of every warp.
+  /// Asks for the block's share of a row tile's A, a thread a row.
   __device__ void prefetch_a(RowTile<T> const& tile) const {
-    if (tile.exists == 0 || tile.wide == 0 || lane_index() != 0) return;
+    if (tile.exists == 0 || tile.wide == 0) return;
     std::int32_t const segment_elements = p_.shape.segment_blocks * block_elements;
     std::int32_t const k = segments_.first * segment_elements;
     std::int32_t const k_last = min(static_cast<std::int32_t>(p_.k_in), segments_.last * segment_elements);
@@ -420,8 +526,8 @@ class Multiply {
     for (int i = 0; i < p_.num_projections; ++i) {
       RouteCell<T> const& cell = tile.cell[i];
 #pragma unroll 1
-      for (std::int32_t j = warp_; j < cell.rank; j += Warps)
-        prefetch_elements(cell.a + static_cast<std::int64_t>(j) * p_.k_in + k, k_last - k);
+      for (auto j = static_cast<std::int32_t>(threadIdx.x); j < cell.rank; j += Warps * warp_threads)
+        prefetch_elements(a_row(tile, i, j) + k, k_last - k);
     }
   }
 
@@ -450,9 +556,7 @@ class Multiply {
   Share segments_;  ///< the block's
   int warp_;
   bool settled_ = false;  ///< dependencies are complete and the cluster's blocks have started
-  bool expects_arrivals_ = false;
   std::int32_t row_ = -1;    ///< batch row of this lane's group
-  int quads_ = 0;            ///< lanes of four whose batch rows exist
   std::uint32_t slabs_ = 0;  ///< folded
 };
 

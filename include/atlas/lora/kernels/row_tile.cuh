@@ -47,6 +47,7 @@ template <Element T>
 struct RowTile {
   std::int32_t exists;
   std::int32_t wide;              ///< the weights allow 16-byte accesses
+  std::int32_t quads;             ///< lanes of four of an accumulator that have a row
   std::int32_t row[tile_rows];    ///< row of y, or -1 for none
   std::int32_t x_row[tile_rows];  ///< row of x; -1 exactly where `row` is
   RouteCell<T> cell[max_projections];
@@ -58,6 +59,19 @@ template <Element T>
 struct alignas(16) RowTileBytes {
   unsigned char bytes[sizeof(RowTile<T>)];
 };
+
+/// Fills the rows: lane i of the first `tile_rows` has row i of y and of x, or -1 for both. One warp calls it,
+/// whole.
+template <Element T>
+__device__ void set_rows(RowTile<T>& tile, std::int32_t row, std::int32_t x_row) {
+  int const lane = lane_index();
+  unsigned const exist = __ballot_sync(0xffffffffu, lane < tile_rows && row >= 0);
+  if (lane < tile_rows) {
+    tile.row[lane] = row;
+    tile.x_row[lane] = x_row;
+  }
+  if (lane == 0) tile.quads = (33 - __clz(static_cast<int>(exist))) / 2;
+}
 
 /// Fills the cells and what follows from them. One warp calls it, whole: lane i has projection i's cell,
 /// lanes beyond the projections an empty one.
@@ -128,11 +142,11 @@ struct PlanSource {
       bool const within = rows.slot >= 0 && rows.slot < table.max_slots && table.cells != nullptr;
       if (within) cell = load_cell(table.cell(rows.slot));
     }
-    if (lane < tile_rows) {
-      bool const within = lane < rows.count && rows.first >= 0 && rows.first < plan.capacity_rows - lane;
-      std::int32_t const row = within ? plan.rows[rows.first + lane] : -1;
-      tile.x_row[lane] = tile.row[lane] = row >= 0 && row < p.rows ? row : -1;
-    }
+    bool const within = lane < min(rows.count, tile_rows) && rows.first >= 0 &&
+                        rows.first < plan.capacity_rows - lane;
+    std::int32_t row = within ? plan.rows[rows.first + lane] : -1;
+    if (row >= p.rows || row < 0) row = -1;
+    set_rows(tile, row, row);
     describe(tile, p, cell);
   }
 };
@@ -152,10 +166,9 @@ struct PairSource {
   template <Element Y>
   __device__ void load(RowTile<T>& tile, Operands<T, Y> const& p, std::int32_t index) const {
     int const lane = lane_index();
-    if (lane < tile_rows) {
-      std::int64_t const row = static_cast<std::int64_t>(index) * tile_rows + lane;
-      tile.x_row[lane] = tile.row[lane] = row < p.rows ? static_cast<std::int32_t>(row) : -1;
-    }
+    std::int64_t const at = static_cast<std::int64_t>(index) * tile_rows + lane;
+    auto const row = at < p.rows ? static_cast<std::int32_t>(at) : -1;
+    set_rows(tile, row, row);
     describe(tile, p, lane == 0 ? cell : RouteCell<T>{});
     if (lane == 0) tile.exists = index < row_tiles(p.rows) ? 1 : 0;
   }
@@ -171,14 +184,11 @@ __device__ inline std::int32_t rank_of(RowTile<T> const& tile, int projection) {
   }
 }
 
-/// The projection that rank tile `index` of a row tile belongs to.
+/// The projection that rank tile `index` of a row tile belongs to; the last one where it does not exist.
 template <Element T>
 __device__ inline int projection_of(RowTile<T> const& tile, std::int32_t index) {
   int projection = 0;
-#pragma unroll
-  for (int i = 1; i < max_projections; ++i) {
-    if (index >= tile.first_rank_tile[i]) projection = i;
-  }
+  while (projection + 1 < max_projections && index >= tile.first_rank_tile[projection + 1]) ++projection;
   return projection;
 }
 
