@@ -22,6 +22,8 @@ namespace atlas::lora::inline v0 {
   return width + static_cast<std::int32_t>(pad / element_bytes);
 }
 
+/// Most rank tiles whose sums a one-launch delta exchanges at once.
+inline constexpr std::int32_t delta_slab = 2;
 /// Chunk sums that a block keeps for a rank tile at once.
 inline constexpr std::int32_t max_chunk_slots = 32;
 /// Most blocks of a chunk of which a warp takes two together.
@@ -48,11 +50,11 @@ struct DeltaShape {
   std::int32_t first_output[max_projections + 1] = {};  ///< prefix counts of output tiles
   std::int32_t xa_offset[max_projections] = {};         ///< of a projection in a row of xa
 
-  /// Sets what follows from the contraction, the cluster (a power of two), the warps of a block, the most rank
-  /// tiles of a row tile and `first_output`.
+  /// Sets what follows from the contraction, the cluster (a power of two), the warps of a block that shrink (as
+  /// many expand), the most rank tiles of a row tile and `first_output`.
   constexpr void set(Contraction const& cut, std::int32_t cluster, std::int32_t warps, std::int32_t rank_tiles,
                      std::int32_t num_projections) noexcept {
-    slab = rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
+    slab = rank_tiles < delta_slab ? rank_tiles : delta_slab;
     cluster_log2 = 0;
     while (1 << cluster_log2 < cluster) ++cluster_log2;
     blocks = cut.blocks();
