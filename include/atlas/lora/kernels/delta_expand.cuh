@@ -46,6 +46,8 @@ class DeltaExpand {
     for (int i = 0; i < count; ++i) tile(i, count);
   }
 
+  [[nodiscard]] __device__ DeltaShared<T> const& shared() const { return shared_; }
+
   /// Waits for the launch's dependencies and for the cluster, unless it has.
   __device__ void settle() { settle_once(settled_, p_.inputs_settled); }
 
@@ -60,12 +62,12 @@ class DeltaExpand {
     int first = 0;
     while (tile.cell[first].rank == 0) ++first;
     // B and y of this warp's first output tiles are on their way while segment sums cross.
-    OutputTiles held{};
+    Held held{};
     int2 const own = shared_.head->own[first];
     std::int32_t const end = fast_end(tile, first, own.y);
     load_b_ahead(held, tile, first, own.x + warp_, end);
     settle();
-    load_y_ahead(held, outputs(first), own.x + warp_, end, rank_of<Source>(tile, first) <= block_elements);
+    load_y_ahead<0>(held, outputs(first), own.x + warp_, end, tile_units_log2(rank_of<Source>(tile, first)));
 #pragma unroll 1
     for (std::int32_t slab = 0; slab < all; slab += p_.shape.slab) {
       fold(tile, slab, min(p_.shape.slab, all - slab));
@@ -131,11 +133,20 @@ class DeltaExpand {
     ++stage_;
   }
 
-  /// What a warp holds of B and y: two output tiles of a rank of one block, or two blocks of one's.
-  struct OutputTiles {
-    Pack<T> b[2][4];
+  /// Blocks of the rank, of one output tile or of several, that a warp holds of B.
+  static constexpr int units = sizeof(T) == 2 && sizeof(Y) == 2 ? 4 : 2;
+  static constexpr int units_log2 = units == 4 ? 2 : 1;
+
+  /// What a warp holds of B and y.
+  struct Held {
+    Pack<T> b[units][4];
     Pack<Y> y[2];
   };
+
+  /// Units that an output tile takes, as a power of two: all of them where its rank has more blocks.
+  [[nodiscard]] __device__ static int tile_units_log2(std::int32_t rank) {
+    return rank <= block_elements ? 0 : rank <= 2 * block_elements ? 1 : units_log2;
+  }
 
   /// The end of a block's output tiles of a projection that are aligned and whole.
   __device__ std::int32_t fast_end(RowTile<T> const& tile, int projection, std::int32_t last) const {
@@ -162,66 +173,96 @@ class DeltaExpand {
     return target.y + row_ * target.y_row_stride + quad() * pack_elements;
   }
 
-  /// Loads what comes first of B of the output tiles from `output_tile` to `end`.
-  __device__ void load_b_ahead(OutputTiles& held, RowTile<T> const& tile, int projection,
-                               std::int32_t output_tile, std::int32_t end) const {
-    bool const one_block = rank_of<Source>(tile, projection) <= block_elements;
-    load_b(held.b[0], tile, projection, output_tile, 0, end);
-    load_b(held.b[1], tile, projection, output_tile + (one_block ? Warps : 0), one_block ? 0 : block_elements,
-           end);
+  /// Loads what comes first of B of the output tiles from `output_tile` to `end`, every `Warps`-th.
+  __device__ void load_b_ahead(Held& held, RowTile<T> const& tile, int projection, std::int32_t output_tile,
+                               std::int32_t end) const {
+    int const log2 = tile_units_log2(rank_of<Source>(tile, projection));
+#pragma unroll
+    for (int u = 0; u < units; ++u) {
+      load_b(held.b[u], tile, projection, output_tile + (u >> log2) * Warps,
+             (u & ((1 << log2) - 1)) * block_elements, end);
+    }
   }
-  /// Loads y of the same output tiles; `y` is the projection's `outputs`.
-  __device__ void load_y_ahead(OutputTiles& held, Y const* y, std::int32_t output_tile, std::int32_t end,
-                               bool one_block) const {
-    y += output_tile * tile_outputs;
-    if (row_ >= 0 && output_tile < end) held.y[0] = load_vectors(y);
-    if (row_ >= 0 && one_block && output_tile + Warps < end) held.y[1] = load_vectors(y + Warps * tile_outputs);
+  /// Loads y of the first two of the same output tiles, or with `First` of 2 of the two after them; `y` is the
+  /// projection's `outputs`.
+  template <int First>
+  __device__ void load_y_ahead(Held& held, Y const* y, std::int32_t output_tile, std::int32_t end,
+                               int log2) const {
+    if (row_ < 0) return;
+#pragma unroll
+    for (int u = First; u < First + 2; ++u) {
+      std::int32_t const t = output_tile + u * Warps;
+      if (t < end && u << log2 < units) held.y[u % 2] = load_vectors(y + t * tile_outputs);
+    }
   }
 
   /// Expands the block's output tiles of one projection and folds them into y. What comes first is in `held`
   /// unless `late`.
-  __device__ void expand(OutputTiles& held, RowTile<T> const& tile, int projection, bool late) {
+  __device__ void expand(Held& held, RowTile<T> const& tile, int projection, bool late) {
     int2 const own = shared_.head->own[projection];
     std::int32_t const end = fast_end(tile, projection, own.y);
     std::int32_t t = own.x + warp_;
     Y* const y = outputs(projection);
     std::int32_t const rank = rank_of<Source>(tile, projection);
-    bool const one_block = rank <= block_elements;
+    int const log2 = tile_units_log2(rank);
     if (late) {
-      held = OutputTiles{};
+      held = Held{};
       load_b_ahead(held, tile, projection, t, end);
-      load_y_ahead(held, y, t, end, one_block);
+      load_y_ahead<0>(held, y, t, end, log2);
     }
     T const* const xa =
         xa_buffer() + group() * p_.xa_shared_stride + p_.shape.xa_offset[projection] + quad() * pack_elements;
-    Pack<T> const x = load_vectors(xa);
 #pragma unroll 1
     while (t < end) {
-      std::int32_t const now = t;
-      Accumulator<T> first[2];
-      Accumulator<T> second[2];
-      multiply_outputs(first, held.b[0], x, rank);
-      if (one_block) {
-        multiply_outputs(second, held.b[1], x, rank);
-      } else {
-        multiply_outputs(first, held.b[1], load_vectors(xa + block_elements), rank - block_elements);
-#pragma unroll 1
-        for (std::int32_t j = 2 * block_elements; j < rank; j += block_elements) {
-          if (rank - j < block_elements) clear(held.b[0]);
-          load_b(held.b[0], tile, projection, now, j, end);
-          multiply_outputs(first, held.b[0], load_vectors(xa + j), rank - j);
-        }
+      Accumulator<T> sums[units][2];
+      multiply_held(sums, held, tile, projection, t, end, xa, log2);
+#pragma unroll
+      for (int u = 0; u < units; ++u) {
+        if (u << log2 < units && t + u * Warps < end)
+          fold_outputs(tile, projection, y, t + u * Warps, sums[u], held.y[u % 2]);
+        if (units > 2 && u == 1) load_y_ahead<units - 2>(held, y, t, end, log2);
       }
-      t += one_block ? 2 * Warps : Warps;
-      if (t < end) load_b_ahead(held, tile, projection, t, end);
-      fold_outputs(tile, projection, y, now, first, held.y[0]);
-      if (one_block && now + Warps < end) fold_outputs(tile, projection, y, now + Warps, second, held.y[1]);
-      if (t < end) load_y_ahead(held, y, t, end, one_block);
+      t += Warps << (units_log2 - log2);
+      if (t < end) {
+        load_b_ahead(held, tile, projection, t, end);
+        load_y_ahead<0>(held, y, t, end, log2);
+      }
     }
     if (end >= own.y) return;
 #pragma unroll 1
     for (t = own.x + warp_; t < own.y; t += Warps) {
       if (t >= end) expand_tile<Source, false>(tile, p_, projection, t, xa_buffer() + p_.shape.xa_offset[projection]);
+    }
+  }
+
+  /// Multiplies what is held, and for a rank of more blocks what comes after it, by xa.
+  __device__ void multiply_held(Accumulator<T> (&sums)[units][2], Held& held, RowTile<T> const& tile,
+                                int projection, std::int32_t output_tile, std::int32_t end, T const* xa,
+                                int log2) const {
+    std::int32_t const rank = rank_of<Source>(tile, projection);
+    if (log2 == 0) {
+      Pack<T> const x = load_vectors(xa);
+#pragma unroll
+      for (int u = 0; u < units; ++u) multiply_outputs(sums[u], held.b[u], x, rank);
+      return;
+    }
+    if (units > 2 && log2 == 1) {
+      Pack<T> const x[2] = {load_vectors(xa), load_vectors(xa + block_elements)};
+#pragma unroll
+      for (int u = 0; u < units; ++u)
+        multiply_outputs(sums[u / 2], held.b[u], x[u % 2], rank - u % 2 * block_elements);
+      return;
+    }
+#pragma unroll
+    for (int u = 0; u < units; ++u) {
+      if (u * block_elements < rank)
+        multiply_outputs(sums[0], held.b[u], load_vectors(xa + u * block_elements), rank - u * block_elements);
+    }
+#pragma unroll 1
+    for (std::int32_t j = units * block_elements; j < rank; j += block_elements) {
+      if (rank - j < block_elements) clear(held.b[0]);
+      load_b(held.b[0], tile, projection, output_tile, j, end);
+      multiply_outputs(sums[0], held.b[0], load_vectors(xa + j), rank - j);
     }
   }
 

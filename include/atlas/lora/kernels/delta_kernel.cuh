@@ -26,6 +26,33 @@
 
 namespace atlas::lora::inline v0::detail {
 
+/// Gives the cluster's row tiles, `index` and every `clusters`-th after it, to a block's shrinking or expanding
+/// warps. The first window of them has been found.
+template <class Role, class Source, Element T, Element Y>
+__device__ void walk_tiles(Role role, Operands<T, Y> const& p, Source const& source, std::int32_t index,
+                           std::int32_t clusters) {
+  DeltaShared<T> const& shared = role.shared();
+  std::int32_t turn = window_tiles;
+  for (;; turn += window_tiles) {
+    int count = 0;
+    while (count < window_tiles && shared.tile(count).exists != 0) ++count;
+    bool const ends = count < window_tiles;
+    role.window(count, ends);
+    if (ends) break;
+    __syncthreads();
+    if (int const warp = warp_index(); warp < window_tiles)
+      source.load(shared.tile(warp), p, index + (turn + warp) * clusters);
+    __syncthreads();
+  }
+  role.settle();
+  // No block leaves while another may still arrive at its barriers, as after a window behind which nothing
+  // was known; the release makes the arrivals come first.
+  if (turn > window_tiles) {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
 /// The whole delta. The grid is a multiple of the cluster, whose size is `p.shape`'s.
 template <int Warps, int BlocksPerMultiprocessor, Element T, Element Y, class Source>
 __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
@@ -62,37 +89,13 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
         reinterpret_cast<float*>(shared.segments)[i] = -0.0F;
     }
   }
-  DeltaShrink<Source, Warps / 2, T, Y> shrink(p, shared, block);
-  DeltaExpand<Source, Warps / 2, T, Y> expand(p, shared);
   __syncthreads();
   // The wait stands before the first word to another block.
   cluster_arrive_relaxed();
-  bool const shrinks = warp < Warps / 2;
-  std::int32_t turn = window_tiles;
-  for (;; turn += window_tiles) {
-    int count = 0;
-    while (count < window_tiles && shared.tile(count).exists != 0) ++count;
-    bool const ends = count < window_tiles;
-    if (shrinks) {
-      shrink.window(count);
-    } else {
-      expand.window(count, ends);
-    }
-    if (ends) break;
-    __syncthreads();
-    if (warp < window_tiles) source.load(shared.tile(warp), p, index + (turn + warp) * clusters);
-    __syncthreads();
-  }
-  if (shrinks) {
-    shrink.settle();
+  if (warp < Warps / 2) {
+    walk_tiles(DeltaShrink<Source, Warps / 2, T, Y>(p, shared, block), p, source, index, clusters);
   } else {
-    expand.settle();
-  }
-  // No block leaves while another may still arrive at its barriers, as after a window behind which nothing
-  // was known; the release makes the arrivals come first.
-  if (turn > window_tiles) {
-    cluster_arrive();
-    cluster_wait();
+    walk_tiles(DeltaExpand<Source, Warps / 2, T, Y>(p, shared), p, source, index, clusters);
   }
 #endif
 }

@@ -23,7 +23,9 @@ namespace atlas::lora::inline v0 {
 }
 
 /// Most rank tiles whose sums a one-launch delta exchanges at once.
-inline constexpr std::int32_t delta_slab = 2;
+inline constexpr std::int32_t delta_slab = 4;
+/// Most chunk slots beside which there is room for all of them.
+inline constexpr std::int32_t delta_slab_slots = 8;
 /// Chunk sums that a block keeps for a rank tile at once.
 inline constexpr std::int32_t max_chunk_slots = 32;
 /// Most blocks of a chunk of which a warp takes two together.
@@ -54,7 +56,6 @@ struct DeltaShape {
   /// many expand), the most rank tiles of a row tile and `first_output`.
   constexpr void set(Contraction const& cut, std::int32_t cluster, std::int32_t warps, std::int32_t rank_tiles,
                      std::int32_t num_projections) noexcept {
-    slab = rank_tiles < delta_slab ? rank_tiles : delta_slab;
     cluster_log2 = 0;
     while (1 << cluster_log2 < cluster) ++cluster_log2;
     blocks = cut.blocks();
@@ -67,6 +68,9 @@ struct DeltaShape {
     group = max_chunk_slots / segment_chunks;
     if (group > block_segments) group = block_segments;
     chunk_slots = group * segment_chunks;
+    // So that two blocks of a multiprocessor have room for their buffers.
+    slab = chunk_slots > delta_slab_slots ? delta_slab / 2 : delta_slab;
+    if (slab > rank_tiles) slab = rank_tiles;
     pairs_log2 = chunk_blocks <= pair_chunk_blocks && chunk_slots > warps ? 1 : 0;
     teams_log2 = 0;
     while ((chunk_slots << (teams_log2 + 1)) <= (warps << pairs_log2)) ++teams_log2;

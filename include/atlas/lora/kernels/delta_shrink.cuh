@@ -36,10 +36,12 @@ class DeltaShrink {
       : p_(p), shared_(shared), segments_(p.shape.segments_of(block)), warp_(warp_index()) {}
 
   /// The row tiles of a window, which has `count` of them.
-  __device__ void window(int count) {
+  __device__ void window(int count, bool) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) tile(i, count);
   }
+
+  [[nodiscard]] __device__ DeltaShared<T> const& shared() const { return shared_; }
 
   /// Waits for the launch's dependencies and for the cluster, unless it has.
   __device__ void settle() { settle_once(settled_, p_.inputs_settled); }
@@ -111,6 +113,11 @@ class DeltaShrink {
     std::int32_t r = team;
     if (fast) {
       if constexpr (many) {
+        // Four rank tiles at once where chunks are short and a warp takes one at a time.
+        if (second.size() == 0 && first.size() == 2 && r + 3 * teams < ranks) {
+          multiply_ranks<4>(tile, slab, r, slot, first, second);
+          r += 4 * teams;
+        }
 #pragma unroll 1
         for (; r + teams < ranks; r += 2 * teams) multiply_ranks<2>(tile, slab, r, slot, first, second);
       }
@@ -161,7 +168,9 @@ class DeltaShrink {
     T const* const x = p_.x + max(tile.x_row[group()], 0) * p_.x_row_stride + k;
     std::int32_t const gap = (second.first - first.last) * block_elements;
     Accumulator<T> sums[Ranks][2];
-    if (many && first.size() == pair_chunk_blocks && second.size() == pair_chunk_blocks) {
+    if constexpr (Ranks == 4) {
+      add_blocks<Ranks, 2, 2>(sums, low, high, x, 0, 0);
+    } else if (many && first.size() == pair_chunk_blocks && second.size() == pair_chunk_blocks) {
       add_blocks<Ranks, many ? 4 : 1, pair_chunk_blocks>(sums, low, high, x, 0, gap);
     } else {
       add_chunk<Ranks, 0>(sums, low, high, x, 0, first.size());
