@@ -115,7 +115,7 @@ void set_shape(Operands<T, Y>& p, DeltaTuning const& tuning) noexcept {
     p.shape.first_output[i + 1] = p.shape.first_output[i] + output_tiles(p.projections[i].table.n_out);
     p.shape.xa_offset[i] = xa_shared_offset(p, i);
   }
-  p.shape.set(Contraction(p.k_in), tuning.cluster, tuning.threads / warp_threads / 2, p.segment_rank_tiles,
+  p.shape.set(Contraction(p.k_in), tuning.cluster, tuning.threads / warp_threads, p.segment_rank_tiles,
               p.num_projections);
 }
 
@@ -129,7 +129,7 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
                          cudaStream_t stream) noexcept {
   constexpr DeltaTuning tuning = Tuning::value;
   set_shape(p, tuning);
-  std::size_t const shared = delta_shared_bytes<T>(p.shape, p.xa_shared_stride);
+  std::size_t const shared = delta_shared_bytes<tuning.threads / warp_threads, T>(p.shape, p.xa_shared_stride);
   if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster)
     return cudaErrorInvalidValue;
   LaunchShape const shape = team_shape(tuning, blocks_of(tuning, sizeof(T)),

@@ -15,43 +15,15 @@
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
-#include "atlas/lora/kernels/delta_expand.cuh"
 #include "atlas/lora/kernels/delta_shared.cuh"
-#include "atlas/lora/kernels/delta_shrink.cuh"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/launch.cuh"
+#include "atlas/lora/kernels/multiply.cuh"
 #include "atlas/lora/kernels/ptx.cuh"
 #include "atlas/lora/kernels/row_tile.cuh"
 #include "atlas/lora/kernels/work.hpp"
 
 namespace atlas::lora::inline v0::detail {
-
-/// Gives the cluster's row tiles, `index` and every `clusters`-th after it, to a block's shrinking or expanding
-/// warps. The first window of them has been found.
-template <class Role, class Source, Element T, Element Y>
-__device__ void walk_tiles(Role role, Operands<T, Y> const& p, Source const& source, std::int32_t index,
-                           std::int32_t clusters) {
-  DeltaShared<T> const& shared = role.shared();
-  std::int32_t turn = window_tiles;
-  for (;; turn += window_tiles) {
-    int count = 0;
-    while (count < window_tiles && shared.tile(count).exists != 0) ++count;
-    bool const ends = count < window_tiles;
-    role.window(count, ends);
-    if (ends) break;
-    __syncthreads();
-    if (int const warp = warp_index(); warp < window_tiles)
-      source.load(shared.tile(warp), p, index + (turn + warp) * clusters);
-    __syncthreads();
-  }
-  role.settle();
-  // No block leaves while another may still arrive at its barriers, as after a window behind which nothing
-  // was known; the release makes the arrivals come first.
-  if (turn > window_tiles) {
-    cluster_arrive();
-    cluster_wait();
-  }
-}
 
 /// The whole delta. The grid is a multiple of the cluster, whose size is `p.shape`'s.
 template <int Warps, int BlocksPerMultiprocessor, Element T, Element Y, class Source>
@@ -59,15 +31,15 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     delta_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ float4 dynamic[];
-  static_assert(Warps % 2 == 0 && Warps >= window_tiles);
-  DeltaShared<T> const shared(dynamic, p.shape);
+  DeltaShared<Warps, T> const shared(dynamic, p.shape);
   if (!p.inputs_settled) enter();
   int const block = static_cast<int>(blockIdx.x) & ((1 << p.shape.cluster_log2) - 1);
   int const warp = warp_index();
   auto const clusters = static_cast<std::int32_t>(gridDim.x) >> p.shape.cluster_log2;
   auto const index = static_cast<std::int32_t>(blockIdx.x) >> p.shape.cluster_log2;
+  // Row tiles are found a window at a time, a warp each.
+  source.load(shared.tile(warp), p, index + warp * clusters);
   std::int32_t const tiles = source.num_tiles(p);
-  if (warp < window_tiles) source.load(shared.tile(warp), p, index + warp * clusters);
   std::int32_t const parts = p.shape.parts_of(clusters, tiles);
   std::int32_t const part = parts > 1 ? index / tiles : 0;
   if (part > 0 && warp == 0) source.load(shared.tile(0), p, part < parts ? index % tiles : tiles);
@@ -75,27 +47,37 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     Share const own = p.shape.outputs_of(block, part, parts, static_cast<std::int32_t>(threadIdx.x));
     shared.head->own[threadIdx.x] = make_int2(own.first, own.last);
   } else if (threadIdx.x == warp_threads) {
-    for (int i = 0; i < 2; ++i) {
-      shared.head->sums_full[i].init(1);
-      shared.head->sums_empty[i].init(1 << p.shape.cluster_log2);
-    }
+    shared.head->sums_full.init(1);
+    shared.head->sums_empty.init(1 << p.shape.cluster_log2);
     publish_barriers();
   }
   // Segments that do not exist count as the sum that changes nothing.
-  if (p.shape.segments < max_segments) {
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * p.shape.slab * rank_tile_segments;
-         i += Warps * warp_threads) {
-      if (i % rank_tile_segments >= p.shape.segments * rank_tile_values)
-        reinterpret_cast<float*>(shared.segments)[i] = -0.0F;
-    }
+  for (int i = static_cast<int>(threadIdx.x); p.shape.segments < max_segments && i < p.shape.slab * rank_tile_segments; i += Warps * warp_threads) {
+    if (i % rank_tile_segments >= p.shape.segments * rank_tile_values)
+      reinterpret_cast<float*>(shared.segments)[i] = -0.0F;
   }
+  Multiply<Source, Warps, T, Y> multiply(p, shared);
   __syncthreads();
   // The wait stands before the first word to another block.
   cluster_arrive_relaxed();
-  if (warp < Warps / 2) {
-    walk_tiles(DeltaShrink<Source, Warps / 2, T, Y>(p, shared, block), p, source, index, clusters);
-  } else {
-    walk_tiles(DeltaExpand<Source, Warps / 2, T, Y>(p, shared), p, source, index, clusters);
+  int i = 0;
+  for (std::int32_t turn = Warps;; turn += Warps) {
+#pragma unroll 1
+    for (i = 0; i < Warps; ++i) {
+      if (shared.tile(i).exists == 0) break;
+      multiply.tile(i);
+    }
+    if (i < Warps) break;
+    __syncthreads();
+    source.load(shared.tile(warp), p, index + (turn + warp) * clusters);
+    __syncthreads();
+  }
+  multiply.settle();
+  // No block leaves while another may still arrive at its barriers; the release makes the arrivals come
+  // first.
+  if (multiply.expects_arrivals(i)) {
+    cluster_arrive();
+    cluster_wait();
   }
 #endif
 }

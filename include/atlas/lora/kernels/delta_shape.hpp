@@ -22,10 +22,6 @@ namespace atlas::lora::inline v0 {
   return width + static_cast<std::int32_t>(pad / element_bytes);
 }
 
-/// Most rank tiles whose sums a one-launch delta exchanges at once.
-inline constexpr std::int32_t delta_slab = 4;
-/// Most chunk slots beside which there is room for all of them.
-inline constexpr std::int32_t delta_slab_slots = 8;
 /// Chunk sums that a block keeps for a rank tile at once.
 inline constexpr std::int32_t max_chunk_slots = 32;
 /// Most blocks of a chunk of which a warp takes two together.
@@ -52,10 +48,11 @@ struct DeltaShape {
   std::int32_t first_output[max_projections + 1] = {};  ///< prefix counts of output tiles
   std::int32_t xa_offset[max_projections] = {};         ///< of a projection in a row of xa
 
-  /// Sets what follows from the contraction, the cluster (a power of two), the warps of a block that shrink (as
-  /// many expand), the most rank tiles of a row tile and `first_output`.
+  /// Sets what follows from the contraction, the cluster (a power of two), the warps of a block, the most rank
+  /// tiles of a row tile and `first_output`.
   constexpr void set(Contraction const& cut, std::int32_t cluster, std::int32_t warps, std::int32_t rank_tiles,
                      std::int32_t num_projections) noexcept {
+    slab = rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
     cluster_log2 = 0;
     while (1 << cluster_log2 < cluster) ++cluster_log2;
     blocks = cut.blocks();
@@ -68,9 +65,6 @@ struct DeltaShape {
     group = max_chunk_slots / segment_chunks;
     if (group > block_segments) group = block_segments;
     chunk_slots = group * segment_chunks;
-    // So that two blocks of a multiprocessor have room for their buffers.
-    slab = chunk_slots > delta_slab_slots ? delta_slab / 2 : delta_slab;
-    if (slab > rank_tiles) slab = rank_tiles;
     pairs_log2 = chunk_blocks <= pair_chunk_blocks && chunk_slots > warps ? 1 : 0;
     teams_log2 = 0;
     while ((chunk_slots << (teams_log2 + 1)) <= (warps << pairs_log2)) ++teams_log2;

@@ -41,7 +41,7 @@ template <class... Parameters, class... Arguments>
 ATLAS_HIDDEN cudaError_t launch(void (*kernel)(Parameters...), LaunchShape const& shape,
                                 Machine const& machine, cudaStream_t stream,
                                 Arguments const&... arguments) noexcept {
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   unsigned count = 0;
   if (has_clusters(machine.compute)) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -53,6 +53,11 @@ ATLAS_HIDDEN cudaError_t launch(void (*kernel)(Parameters...), LaunchShape const
     attributes[count].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
     attributes[count].val.clusterDim.y = 1;
     attributes[count].val.clusterDim.z = 1;
+    ++count;
+    // Clusters that have work then do not share multiprocessors with each other while others stand idle: 32
+    // adapters in 32 rows, rank 16, 5.6 us instead of 6.6 on an H200.
+    attributes[count].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+    attributes[count].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicyLoadBalancing;
     ++count;
   }
   cudaLaunchConfig_t config{};

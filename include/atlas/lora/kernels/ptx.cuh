@@ -127,12 +127,6 @@ __device__ inline void trigger_dependents() {
 #endif
 }
 
-/// Waits for `Threads` threads of the block, whole warps, at its barrier number `Id`, from 1 to 15.
-template <int Id, int Threads>
-__device__ inline void sync_threads_of() {
-  asm volatile("barrier.sync.aligned %0, %1;" ::"n"(Id), "n"(Threads) : "memory");
-}
-
 /// Arrives at the cluster's barrier, releasing this thread's writes to the cluster's shared memory.
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
