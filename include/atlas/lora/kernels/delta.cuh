@@ -22,6 +22,9 @@
 #include "atlas/lora/kernels/delta_params.hpp"
 #include "atlas/lora/kernels/launch.cuh"
 #include "atlas/lora/kernels/machine.hpp"
+#include "atlas/lora/kernels/prefill_kernel.cuh"
+#include "atlas/lora/kernels/prefill_shape.hpp"
+#include "atlas/lora/kernels/prefill_shared.cuh"
 #include "atlas/lora/kernels/split_kernels.cuh"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
@@ -136,6 +139,38 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
   return launch(delta_kernel_of<Tuning, T, Y, Source>, shape, machine, stream, p, source);
 }
 
+/// Bytes of shared memory of a block of the prefill kernel; `p.shape` is set.
+template <Element T, Element Y>
+std::size_t prefill_bytes(Operands<T, Y> const& p) noexcept {
+  return prefill_shared_bytes<T>(p.shape.cluster_log2, prefill_slab(p.segment_rank_tiles),
+                                 p.xa_shared_stride);
+}
+
+/// The prefill form in clusters of `tuning`; false, and nothing enqueued, where the machine cannot. Else
+/// `error` is what the launch returned.
+template <Element T, Element Y, class Source>
+bool launch_prefill(Operands<T, Y> p, Source const& source, std::int32_t tiles, DeltaTuning const& tuning,
+                    Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
+  set_shape(p, tuning);
+  std::size_t const shared = prefill_bytes(p);
+  if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster) return false;
+  LaunchShape const shape = team_shape(tuning, tuning.blocks_per_multiprocessor, tiles, shared, machine);
+  error = launch(prefill_kernel<T, Y, Source>, shape, machine, stream, p, source);
+  return true;
+}
+
+/// The prefill form where the library picks it, for rows of which slots, or slots and experts, are expected
+/// to be `pairs`; false, and nothing enqueued, elsewhere.
+template <Element T, Element Y, class Source>
+bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t tiles, std::int32_t pairs,
+                 Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
+  if constexpr (sizeof(T) == 2) {
+    if (uses_prefill(machine.compute, p.rows, sizeof(T), pairs))
+      return launch_prefill(p, source, tiles, prefill_tuning(p.rows), machine, stream, error);
+  }
+  return false;
+}
+
 template <class Tuning, Element T, class Source>
 cudaError_t launch_sums(Operands<T, T> const& p, Source const& source, std::int32_t tiles,
                         Machine const& machine, cudaStream_t stream) noexcept {
@@ -148,10 +183,12 @@ cudaError_t launch_sums(Operands<T, T> const& p, Source const& source, std::int3
                 machine, stream, p, source);
 }
 
-/// The one-launch form in the tuning that the library picks.
+/// The one-launch form in the kernel and the tuning that the library picks.
 template <Element T, Element Y, class Source>
 cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
                          Machine const& machine, cudaStream_t stream) noexcept {
+  cudaError_t error = cudaSuccess;
+  if (launch_many(p, source, tiles, 1, machine, stream, error)) return error;
   switch (delta_tuning(machine.max_cluster, p.rows)) {
     case 0: return launch_whole<BuiltTuning<0, T>>(p, source, tiles, machine, stream);
     case 1: return launch_whole<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
@@ -205,9 +242,22 @@ void visit_whole(Visit const& visit) {
         Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)));
 }
 
+/// Visits the prefill kernel in every cluster that the library picks; float has none.
+template <Element T, Element Y, class Source, class Visit>
+void visit_prefill(Visit const& visit) {
+  if constexpr (sizeof(T) == 2) {
+    for (std::int32_t const rows : {wide_prefill_rows, wide_prefill_rows + 1}) {
+      DeltaTuning const tuning = prefill_tuning(rows);
+      visit(reinterpret_cast<void const*>(&prefill_kernel<T, Y, Source>), tuning.cluster, tuning.threads,
+            tuning.blocks_per_multiprocessor);
+    }
+  }
+}
+
 /// Visits the one-launch kernels of every tuning that the library picks.
 template <Element T, Element Y, class Source, class Visit>
 void visit_built(Visit const& visit) {
+  visit_prefill<T, Y, Source>(visit);
   visit_whole<T, Y, Source, BuiltTuning<0, T>>(visit);
   visit_whole<T, Y, Source, BuiltTuning<1, T>>(visit);
   visit_whole<T, Y, Source, BuiltTuning<2, T>>(visit);
@@ -297,6 +347,33 @@ cudaError_t launch_delta_tuned(DeltaParams<T, Y> const& params, Machine const& m
   if (detail::idle(p)) return cudaSuccess;
   return detail::launch_whole<Tuning>(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups),
                                       machine, stream);
+}
+
+/// The operation of `launch_delta_prefill`.
+template <Element T, Element Y = T>
+struct PrefillDelta {
+  template <class Visit>
+  static void for_each_kernel(Visit const& visit) {
+    detail::visit_prefill<T, Y, detail::PlanSource>(visit);
+  }
+};
+
+/// The delta in the prefill kernel, however many rows there are, in clusters of `cluster` blocks, 4 or 8;
+/// prepared as `PrefillDelta<T, Y>`. 16-bit types only. Same bits as every other form.
+template <Element T, Element Y>
+[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_delta_prefill(DeltaParams<T, Y> const& params,
+                                                            std::int32_t cluster, Machine const& machine,
+                                                            cudaStream_t stream) noexcept {
+  static_assert(sizeof(T) == 2, "float has no prefill kernel");
+  detail::Operands<T, Y> p;
+  bool const prepared = machine.prepared(operation_id<PrefillDelta<T, Y>>());
+  bool const possible = has_clusters(machine.compute) && (cluster == 4 || cluster == 8);
+  if (!prepared || !possible || !detail::complete(p, params)) return cudaErrorInvalidValue;
+  if (detail::idle(p)) return cudaSuccess;
+  cudaError_t error = cudaErrorInvalidValue;
+  detail::launch_prefill(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups),
+                         DeltaTuning{256, cluster, 2, 2}, machine, stream, error);
+  return error;
 }
 
 /// The routed delta of up to `max_projections` projections of one x. The form and its shape come from
