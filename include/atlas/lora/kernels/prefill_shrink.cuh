@@ -88,6 +88,7 @@ class PrefillShrink {
     std::int32_t const k = blocks.first * block_elements + quad() * pack_elements;
     // A block is this lane's where it begins before `left`, counted from the loop's.
     std::int32_t left = min(blocks.size() * block_elements, static_cast<std::int32_t>(p_.k_in) - k);
+    bool const partial = p_.k_in % block_elements != 0;
     T const* low[Ranks];
     T const* high[Ranks];
     T const* x[Tiles];
@@ -109,17 +110,22 @@ class PrefillShrink {
     Pack<T> a_low[Ahead][Ranks];
     Pack<T> a_high[Ahead][Ranks];
     Pack<T> x_pack[Ahead][Tiles];
+    // What is not loaded is not multiplied, or zeroed before. It has a value, so that no register keeps one
+    // from unit to unit.
+    auto const load = [&](Pack<T>& pack, T const* from, int b) {
+      if (b < Ahead) pack = Pack<T>{};
+      if (b * block_elements < left) pack = load_vectors(from + b * block_elements);
+    };
     auto const load_a = [&](int place, int b) {
 #pragma unroll
       for (int r = 0; r < Ranks; ++r) {
-        a_low[place][r] = load_operand<true>(low[r] + b * block_elements, left - b * block_elements);
-        a_high[place][r] = load_operand<true>(high[r] + b * block_elements, left - b * block_elements);
+        load(a_low[place][r], low[r], b);
+        load(a_high[place][r], high[r], b);
       }
     };
     auto const load_x = [&](int place, int b) {
 #pragma unroll
-      for (int t = 0; t < Tiles; ++t)
-        x_pack[place][t] = load_operand<true>(x[t] + b * block_elements, left - b * block_elements);
+      for (int t = 0; t < Tiles; ++t) load(x_pack[place][t], x[t], b);
     };
     // A does not depend on the launches before.
 #pragma unroll
@@ -141,6 +147,13 @@ class PrefillShrink {
 #pragma unroll
       for (int i = 0; i < Ahead; ++i) {
         if (b + i >= blocks.size()) break;
+        // The sum's last block may be shorter than this lane's place in it.
+        if (partial && b + i + 1 == blocks.size() && i * block_elements >= left) {
+#pragma unroll
+          for (int r = 0; r < Ranks; ++r) a_low[i][r] = a_high[i][r] = Pack<T>{};
+#pragma unroll
+          for (int t = 0; t < Tiles; ++t) x_pack[i][t] = Pack<T>{};
+        }
 #pragma unroll
         for (int r = 0; r < Ranks; ++r) {
 #pragma unroll
