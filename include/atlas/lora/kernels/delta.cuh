@@ -20,6 +20,7 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/delta_kernel.cuh"
 #include "atlas/lora/kernels/delta_params.hpp"
+#include "atlas/lora/kernels/expand.cuh"
 #include "atlas/lora/kernels/launch.cuh"
 #include "atlas/lora/kernels/machine.hpp"
 #include "atlas/lora/kernels/operands.cuh"
@@ -104,7 +105,8 @@ bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t til
                  Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
   if constexpr (sizeof(T) == 2) {
     if (uses_prefill(machine.compute, p.rows, sizeof(T), pairs))
-      return launch_prefill(p, source, tiles, prefill_tuning(p.rows), machine, stream, error);
+      return launch_prefill(p, source, tiles, prefill_tuning(p.rows, total_output_tiles(p)), machine, stream,
+                            error);
   }
   return false;
 }
@@ -184,8 +186,8 @@ void visit_whole(Visit const& visit) {
 template <Element T, Element Y, class Source, class Visit>
 void visit_prefill(Visit const& visit) {
   if constexpr (sizeof(T) == 2) {
-    for (std::int32_t const rows : {wide_prefill_rows, wide_prefill_rows + 1}) {
-      DeltaTuning const tuning = prefill_tuning(rows);
+    for (std::int32_t const rows : {wide_prefill_rows - 1, wide_prefill_rows}) {
+      DeltaTuning const tuning = prefill_tuning(rows, wide_prefill_outputs);
       visit(reinterpret_cast<void const*>(&prefill_kernel<T, Y, Source>), tuning.cluster, tuning.threads,
             tuning.blocks_per_multiprocessor);
     }

@@ -83,6 +83,8 @@ inline constexpr std::int32_t most_decode_rows = 256;
 /// Fewest rows whose prefill kernel has clusters of 8: each reads all of its slots' weights, so that larger
 /// ones read less, and more blocks wait for each other.
 inline constexpr std::int32_t wide_prefill_rows = 1024;
+/// Fewest output tiles whose prefill kernel has clusters of 8: one for every warp.
+inline constexpr std::int32_t wide_prefill_outputs = 64;
 
 /// Whether the prefill kernel serves `rows` rows of which slots, or slots and experts, are expected to be
 /// `pairs`. Float has none: its sums live in the registers of many lanes.
@@ -92,9 +94,9 @@ inline constexpr std::int32_t wide_prefill_rows = 1024;
   return has_clusters(compute) && element_bytes == 2 && rows > most_decode_rows && shared;
 }
 
-/// The shape of the prefill kernel's launch.
-[[nodiscard]] constexpr DeltaTuning prefill_tuning(std::int32_t rows) noexcept {
-  return {256, rows > wide_prefill_rows ? 8 : 4, 2, 2};
+/// The shape of the prefill kernel's launch, for `outputs` output tiles of all projections.
+[[nodiscard]] constexpr DeltaTuning prefill_tuning(std::int32_t rows, std::int32_t outputs) noexcept {
+  return {256, rows >= wide_prefill_rows && outputs >= wide_prefill_outputs ? 8 : 4, 2, 2};
 }
 
 }  // namespace atlas::lora::inline v0
