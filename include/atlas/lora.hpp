@@ -46,6 +46,7 @@
 #include "atlas/lora/kernels/expert_params.hpp"
 #include "atlas/lora/kernels/machine.hpp"
 #include "atlas/lora/kernels/overlay_params.hpp"
+#include "atlas/lora/kernels/prefill_shape.hpp"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
 

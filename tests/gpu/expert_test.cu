@@ -78,6 +78,28 @@ TEST_SUITE("gpu") {
     }
   }
 
+  TEST_CASE_TEMPLATE(
+      "many rows of few experts, which the prefill kernel serves, have the bits of two launches", T, __half,
+      __nv_bfloat16) {
+    for (bool const own_rows : {false, true}) {
+      ExpertShape shape{.experts = 3, .k_in = 416, .n_out = {72, 96}, .ranks = {24, 8, 72}, .bias = true};
+      shape.own_rows = own_rows;
+      ExpertWeights<T> const weights(shape);
+      for (std::int32_t const tokens : {130, 300, 700}) {
+        if (small_shapes() && tokens > 130) break;
+        ExpertBatch<T> const batch(shape, weights, random_routing(tokens, shape, 13));
+        for (Order const order : both_orders) {
+          auto const want = batch.run(Form::two_launches, order);
+          for (bool const settled : {false, true}) {
+            INFO(describe(shape, tokens, Form::automatic, order) << ", settled " << settled);
+            auto const got = batch.run(Form::automatic, order, settled);
+            for (std::size_t p = 0; p < got.size(); ++p) CHECK(same_bytes(got[p], want[p]));
+          }
+        }
+      }
+    }
+  }
+
   TEST_CASE_TEMPLATE("any windows have the bits of one", T, float, __nv_bfloat16) {
     ExpertShape const shape{.experts = 6, .k_in = 96, .n_out = {40, 40}, .ranks = {8, 16}};
     ExpertWeights<T> const weights(shape);

@@ -116,6 +116,36 @@ TEST_SUITE("gpu") {
     }
   }
 
+  TEST_CASE_TEMPLATE("the prefill kernel gives the bits of the split form", T, __half, __nv_bfloat16) {
+    std::vector<Shape> shapes;
+    shapes.push_back({.k_in = 4096, .n_out = {256, 64, 96}, .ranks = {16, 64, 8}, .y_pad = 8});
+    shapes.push_back({.k_in = 416, .n_out = {200}, .ranks = {1, 20, 33, 72, 200, 0}, .bias = true});
+    shapes.push_back({.k_in = 1000, .n_out = {1024, 40}, .ranks = {48, 12}, .max_rank = 128});
+    shapes.push_back({.k_in = 333, .n_out = {77, 131}, .ranks = {5, 40}, .tight = true});
+    shapes.push_back({.k_in = 512, .n_out = {136}, .ranks = {24, 16}, .x_pad = 3, .y_pad = 1, .offset = 1});
+    shapes.push_back({.k_in = 32, .n_out = {8}, .ranks = {16}});
+    for (Shape const& shape : shapes) {
+      auto const slots = static_cast<std::int32_t>(shape.ranks.size());
+      for (std::int32_t const rows : {1, 7, 9, 63, 64, 65, 130, 257, 600}) {
+        if (small_shapes() && rows > 65) break;
+        for (bool const mixed : {false, true}) {
+          std::vector<std::int32_t> row_slots(static_cast<std::size_t>(rows), 0);
+          if (mixed) row_slots = mixed_slots(rows, slots, static_cast<std::uint64_t>(rows));
+          Batch<T> const batch(shape, row_slots);
+          auto const want = batch.run(Form::split);
+          for (Form const form : {Form::automatic, Form::prefill_8, Form::prefill_4}) {
+            if (!runs<T, T>(form)) continue;
+            for (bool const settled : {false, true}) {
+              INFO(name(form) << ", rows " << rows << ", k_in " << shape.k_in << ", settled " << settled);
+              auto const got = batch.run(form, settled);
+              for (std::size_t p = 0; p < got.size(); ++p) CHECK(same_bytes(got[p], want[p]));
+            }
+          }
+        }
+      }
+    }
+  }
+
   TEST_CASE_TEMPLATE("a prefill cut into windows has the bits of one window, and of decode", T, float, __half,
                      __nv_bfloat16) {
     std::int32_t const rows = small_shapes() ? 40 : 700;

@@ -97,12 +97,23 @@ struct Shape {
 };
 
 /// How a delta is launched.
-enum class Form { automatic, cluster_16, cluster_8, cluster_4, cluster_2, two_launches, split };
-inline constexpr Form all_forms[] = {Form::automatic, Form::cluster_16,   Form::cluster_8, Form::cluster_4,
-                                     Form::cluster_2, Form::two_launches, Form::split};
+enum class Form {
+  automatic,
+  cluster_16,
+  cluster_8,
+  cluster_4,
+  cluster_2,
+  two_launches,
+  split,
+  prefill_8,
+  prefill_4
+};
+inline constexpr Form all_forms[] = {Form::automatic, Form::cluster_16, Form::cluster_8,
+                                     Form::cluster_4, Form::cluster_2,  Form::two_launches,
+                                     Form::split,     Form::prefill_8,  Form::prefill_4};
 inline char const* name(Form form) {
-  constexpr char const* names[] = {"automatic", "cluster 16",   "cluster 8", "cluster 4",
-                                   "cluster 2", "two launches", "split"};
+  constexpr char const* names[] = {"automatic",    "cluster 16", "cluster 8", "cluster 4", "cluster 2",
+                                   "two launches", "split",      "prefill 8", "prefill 4"};
   return names[static_cast<int>(form)];
 }
 
@@ -114,7 +125,7 @@ Machine const& machine() {
   static Machine const made = [] {
     auto result = prepare<Delta<T, Y>, SplitDelta<T, Y>, TunedDelta<Clustered<16>, T, Y>,
                           TunedDelta<Clustered<8>, T, Y>, TunedDelta<Clustered<4>, T, Y>,
-                          TunedDelta<Clustered<2>, T, Y>, RowPlanning>(0);
+                          TunedDelta<Clustered<2>, T, Y>, PrefillDelta<T, Y>, RowPlanning>(0);
     if (!result) {
       MESSAGE(result.error().message);
       std::abort();
@@ -129,6 +140,7 @@ template <Element T, Element Y>
 bool runs(Form form) {
   if (form == Form::automatic || form == Form::two_launches || form == Form::split) return true;
   if (!has_clusters(machine<T, Y>().compute)) return false;
+  if (form == Form::prefill_8 || form == Form::prefill_4) return sizeof(T) == 2;
   return form != Form::cluster_16 || machine<T, Y>().max_cluster >= 16;
 }
 
@@ -249,6 +261,8 @@ class Batch {
       case Form::cluster_8: CUDA_OK((launch_delta_tuned<Clustered<8>>(params, m, stream))); break;
       case Form::cluster_4: CUDA_OK((launch_delta_tuned<Clustered<4>>(params, m, stream))); break;
       case Form::cluster_2: CUDA_OK((launch_delta_tuned<Clustered<2>>(params, m, stream))); break;
+      case Form::prefill_8: enqueue_prefill(params, 8, stream); break;
+      case Form::prefill_4: enqueue_prefill(params, 4, stream); break;
       case Form::two_launches: CUDA_OK(launch_delta_in_two_launches(params, m, stream)); break;
       case Form::split: {
         ShrinkParams<T> shrink;
@@ -332,6 +346,13 @@ class Batch {
   }
 
  private:
+  static void enqueue_prefill(DeltaParams<T, Y> const& params, std::int32_t cluster, cudaStream_t stream) {
+    if constexpr (sizeof(T) == 2) {
+      CUDA_OK(launch_delta_prefill(params, cluster, machine<T, Y>(), stream));
+    } else {
+      FAIL("float has no prefill kernel");
+    }
+  }
   void fill_row(Random& random, std::int32_t row) {
     for (std::int64_t k = 0; k < shape_.k_in; ++k) {
       x_[static_cast<std::size_t>(shape_.offset + row * x_stride() + k)] = from_f32<T>(random.uniform());

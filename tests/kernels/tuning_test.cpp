@@ -27,6 +27,14 @@ static_assert(delta_form(90) == DeltaForm::one_launch && delta_form(121) == Delt
 static_assert(largest_cluster(80) == 1 && largest_cluster(90) == 16 && largest_cluster(103) == 16);
 static_assert(largest_cluster(120) == 8 && largest_cluster(121) == 8);
 
+// Decode keeps 256 rows, float all of them, and so do rows of which an expert has fewer than 32.
+static_assert(!uses_prefill(90, 256, 2) && uses_prefill(90, 257, 2) && uses_prefill(120, 1 << 30, 2));
+static_assert(!uses_prefill(89, 2048, 2) && !uses_prefill(90, 2048, 4));
+static_assert(uses_prefill(90, 4096, 2, 128) && !uses_prefill(90, 4095, 2, 128));
+static_assert(valid(prefill_tuning(257, 128)) && valid(prefill_tuning(2048, 128)));
+static_assert(prefill_tuning(1023, 128).cluster == 4 && prefill_tuning(1024, 128).cluster == 8);
+static_assert(prefill_tuning(2048, 63).cluster == 4 && prefill_tuning(2048, 64).cluster == 8);
+
 TEST_CASE("the choice is total and never a cluster that the machine does not have") {
   for (std::int32_t const compute : {90, 100, 103, 120, 121}) {
     for (std::int32_t const rows : {1, 2, 3, 64, 128, 129, 512, 513, 8192, 1 << 30}) {

@@ -20,8 +20,13 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/delta_kernel.cuh"
 #include "atlas/lora/kernels/delta_params.hpp"
+#include "atlas/lora/kernels/expand.cuh"
 #include "atlas/lora/kernels/launch.cuh"
 #include "atlas/lora/kernels/machine.hpp"
+#include "atlas/lora/kernels/operands.cuh"
+#include "atlas/lora/kernels/prefill_kernel.cuh"
+#include "atlas/lora/kernels/prefill_shape.hpp"
+#include "atlas/lora/kernels/prefill_shared.cuh"
 #include "atlas/lora/kernels/split_kernels.cuh"
 #include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
@@ -35,69 +40,6 @@ template <std::size_t Index, Element T>
 using BuiltTuning = Constant<DeltaTuning, tuned_for(delta_tunings[Index], sizeof(T))>;
 /// The tuning of kernels whose blocks do not form clusters.
 using LoneTuning = Constant<DeltaTuning, DeltaTuning{256, 1, 2}>;
-
-template <class T>
-bool aligned(T const* pointer, std::int64_t stride) noexcept {
-  auto const address = reinterpret_cast<std::uintptr_t>(pointer);
-  return address % 16 == 0 && stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
-}
-
-/// Whether a table's fields are such that kernels can read through it.
-template <Element T>
-bool usable(RouteTable<T> const& table) noexcept {
-  constexpr std::int64_t widest = std::int64_t{1} << 30;
-  bool const cells =
-      reinterpret_cast<std::uintptr_t>(table.cells) % 16 == 0 && table.cell_stride_bytes % 16 == 0;
-  return cells && table.cell_stride_bytes >= static_cast<std::int64_t>(sizeof(RouteCell<T>)) &&
-         table.max_slots >= 0 && table.max_rank >= 0 && table.k_in >= 1 && table.n_out >= 1 &&
-         table.k_in <= widest && table.n_out <= widest;
-}
-
-/// Whether a plan can be read for `rows` rows.
-inline bool usable(RowPlan const& plan, std::int32_t rows) noexcept {
-  return plan.header != nullptr && plan.tiles != nullptr && plan.rows != nullptr &&
-         rows <= plan.capacity_rows;
-}
-
-/// Checks the projections and fills what is derived from them.
-template <Element T, Element Y>
-bool complete(Operands<T, Y>& p, bool reads_x, bool writes_y) noexcept {
-  if (p.num_projections < 1 || p.num_projections > max_projections || p.rows < 0) return false;
-  p.k_in = p.projections[0].table.k_in;
-  p.wide = !reads_x || (aligned(p.x, p.x_row_stride) && p.k_in % pack_elements == 0);
-  if (reads_x && (p.x == nullptr || p.x_row_stride < p.k_in)) return false;
-  std::int32_t width = 0;
-  for (std::int32_t i = 0; i < p.num_projections; ++i) {
-    DeltaProjection<T, Y> const& projection = p.projections[i];
-    if (!usable(projection.table) || projection.table.k_in != p.k_in) return false;
-    if (writes_y) {
-      if (projection.y == nullptr || projection.y_row_stride < projection.table.n_out) return false;
-      p.wide = p.wide && aligned(projection.y, projection.y_row_stride);
-    }
-    width += static_cast<std::int32_t>(round_up(projection.table.max_rank, block_elements));
-    p.segment_rank_tiles += rank_tiles(projection.table.max_rank);
-  }
-  p.xa_shared_stride = shared_stride(width, sizeof(T));
-  return true;
-}
-
-template <Element T, Element Y>
-bool complete(Operands<T, Y>& p, DeltaParams<T, Y> const& params) noexcept {
-  p.x = params.x;
-  p.x_row_stride = params.x_row_stride;
-  p.rows = params.rows;
-  p.plan = params.plan;
-  p.num_projections = params.num_projections;
-  p.inputs_settled = params.inputs_settled;
-  std::copy(params.projections, params.projections + max_projections, p.projections);
-  return complete(p, true, true) && usable(p.plan, p.rows);
-}
-
-/// Whether no cell of the launch can adapt anything.
-template <Element T, Element Y>
-bool idle(Operands<T, Y> const& p) noexcept {
-  return p.rows == 0 || p.segment_rank_tiles == 0;
-}
 
 /// The launch of a kernel whose teams are clusters.
 inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t blocks, std::int64_t teams,
@@ -137,6 +79,39 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
   return launch(delta_kernel_of<Tuning, T, Y, Source>, shape, machine, stream, p, source);
 }
 
+/// Bytes of shared memory of a block of the prefill kernel; `p.shape` is set.
+template <Element T, Element Y>
+std::size_t prefill_bytes(Operands<T, Y> const& p) noexcept {
+  return prefill_shared_bytes<T>(p.shape.cluster_log2, prefill_slab(p.segment_rank_tiles),
+                                 p.xa_shared_stride);
+}
+
+/// The prefill form in clusters of `tuning`; false, and nothing enqueued, where the machine cannot. Else
+/// `error` is what the launch returned.
+template <Element T, Element Y, class Source>
+bool launch_prefill(Operands<T, Y> p, Source const& source, std::int32_t tiles, DeltaTuning const& tuning,
+                    Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
+  set_shape(p, tuning);
+  std::size_t const shared = prefill_bytes(p);
+  if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster) return false;
+  LaunchShape const shape = team_shape(tuning, tuning.blocks_per_multiprocessor, tiles, shared, machine);
+  error = launch(prefill_kernel<T, Y, Source>, shape, machine, stream, p, source);
+  return true;
+}
+
+/// The prefill form where the library picks it, for rows of which slots, or slots and experts, are expected
+/// to be `pairs`; false, and nothing enqueued, elsewhere.
+template <Element T, Element Y, class Source>
+bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t tiles, std::int32_t pairs,
+                 Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
+  if constexpr (sizeof(T) == 2) {
+    if (uses_prefill(machine.compute, p.rows, sizeof(T), pairs))
+      return launch_prefill(p, source, tiles, prefill_tuning(p.rows, total_output_tiles(p)), machine, stream,
+                            error);
+  }
+  return false;
+}
+
 template <class Tuning, Element T, class Source>
 cudaError_t launch_sums(Operands<T, T> const& p, Source const& source, std::int32_t tiles,
                         Machine const& machine, cudaStream_t stream) noexcept {
@@ -149,10 +124,12 @@ cudaError_t launch_sums(Operands<T, T> const& p, Source const& source, std::int3
                 machine, stream, p, source);
 }
 
-/// The one-launch form in the tuning that the library picks.
+/// The one-launch form in the kernel and the tuning that the library picks.
 template <Element T, Element Y, class Source>
 cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
                          Machine const& machine, cudaStream_t stream) noexcept {
+  cudaError_t error = cudaSuccess;
+  if (launch_many(p, source, tiles, 1, machine, stream, error)) return error;
   switch (delta_tuning(machine.max_cluster, p.rows)) {
     case 0: return launch_whole<BuiltTuning<0, T>>(p, source, tiles, machine, stream);
     case 1: return launch_whole<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
@@ -206,9 +183,22 @@ void visit_whole(Visit const& visit) {
         Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)));
 }
 
+/// Visits the prefill kernel in every cluster that the library picks; float has none.
+template <Element T, Element Y, class Source, class Visit>
+void visit_prefill(Visit const& visit) {
+  if constexpr (sizeof(T) == 2) {
+    for (std::int32_t const rows : {wide_prefill_rows - 1, wide_prefill_rows}) {
+      DeltaTuning const tuning = prefill_tuning(rows, wide_prefill_outputs);
+      visit(reinterpret_cast<void const*>(&prefill_kernel<T, Y, Source>), tuning.cluster, tuning.threads,
+            tuning.blocks_per_multiprocessor);
+    }
+  }
+}
+
 /// Visits the one-launch kernels of every tuning that the library picks.
 template <Element T, Element Y, class Source, class Visit>
 void visit_built(Visit const& visit) {
+  visit_prefill<T, Y, Source>(visit);
   visit_whole<T, Y, Source, BuiltTuning<0, T>>(visit);
   visit_whole<T, Y, Source, BuiltTuning<1, T>>(visit);
   visit_whole<T, Y, Source, BuiltTuning<2, T>>(visit);
@@ -298,6 +288,33 @@ cudaError_t launch_delta_tuned(DeltaParams<T, Y> const& params, Machine const& m
   if (detail::idle(p)) return cudaSuccess;
   return detail::launch_whole<Tuning>(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups),
                                       machine, stream);
+}
+
+/// The operation of `launch_delta_prefill`.
+template <Element T, Element Y = T>
+struct PrefillDelta {
+  template <class Visit>
+  static void for_each_kernel(Visit const& visit) {
+    detail::visit_prefill<T, Y, detail::PlanSource>(visit);
+  }
+};
+
+/// The delta in the prefill kernel, however many rows there are, in clusters of `cluster` blocks, 4 or 8;
+/// prepared as `PrefillDelta<T, Y>`. 16-bit types only. Same bits as every other form.
+template <Element T, Element Y>
+[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_delta_prefill(DeltaParams<T, Y> const& params,
+                                                            std::int32_t cluster, Machine const& machine,
+                                                            cudaStream_t stream) noexcept {
+  static_assert(sizeof(T) == 2, "float has no prefill kernel");
+  detail::Operands<T, Y> p;
+  bool const prepared = machine.prepared(operation_id<PrefillDelta<T, Y>>());
+  bool const possible = has_clusters(machine.compute) && (cluster == 4 || cluster == 8);
+  if (!prepared || !possible || !detail::complete(p, params)) return cudaErrorInvalidValue;
+  if (detail::idle(p)) return cudaSuccess;
+  cudaError_t error = cudaErrorInvalidValue;
+  detail::launch_prefill(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups),
+                         DeltaTuning{256, cluster, 2, 2}, machine, stream, error);
+  return error;
 }
 
 /// The routed delta of up to `max_projections` projections of one x. The form and its shape come from

@@ -50,6 +50,33 @@ struct ExpertSource {
     set_rows(tile, x_row >= 0 ? row : -1, x_row);
     describe(tile, p, cell);
   }
+
+  /// As of a `PlanSource`: groups of one slot and expert.
+  template <Element Y>
+  __device__ std::int32_t load(Piece<T>& piece, Operands<T, Y> const& p, std::int32_t first,
+                               std::int32_t most) const {
+    int const lane = lane_index();
+    int4 words = make_int4(base_slot, -1, 0, 0);
+    if (lane < most) words = *reinterpret_cast<int4 const*>(plan.groups + first + lane);
+    std::int32_t const slot = __shfl_sync(0xffffffffu, words.x, 0);
+    std::int32_t const expert = __shfl_sync(0xffffffffu, words.y, 0);
+    std::int32_t const tiles =
+        leading_lanes(lane < most && words.x == slot && words.y == expert && words.z > 0);
+    RouteCell<T> cell;
+    if (tiles > 0 && lane < p.num_projections) cell = tables[lane].find(slot, expert);
+#pragma unroll
+    for (int i = lane; i < piece_rows; i += warp_threads) {
+      std::int32_t const count = __shfl_sync(0xffffffffu, words.z, i / tile_rows);
+      bool const exists = i < tiles * tile_rows && i % tile_rows < count;
+      std::int32_t const row = exists ? plan.groups[first + i / tile_rows].row[i % tile_rows] : -1;
+      std::int32_t const x_row = row >= 0 && row < p.rows ? input.x_row(row) : -1;
+      piece.x_row[i] = x_row;
+      piece.row[i] = x_row >= 0 ? row : -1;
+    }
+    if (lane == 0) piece.tiles = tiles;
+    describe(piece, p, cell);
+    return max(tiles, 1);
+  }
 };
 
 }  // namespace atlas::lora::inline v0::detail

@@ -13,6 +13,7 @@
 #include "atlas/lora/kernels/delta_params.hpp"
 #include "atlas/lora/kernels/delta_shape.hpp"
 #include "atlas/lora/kernels/fragment.cuh"
+#include "atlas/lora/kernels/prefill_shape.hpp"
 #include "atlas/lora/kernels/ptx.cuh"
 #include "atlas/lora/kernels/work.hpp"
 #include "atlas/lora/pool/pair.hpp"
@@ -42,16 +43,29 @@ struct Operands {
   DeltaShape shape{};  ///< of the one-launch kernel
 };
 
+/// What rows of one slot share, in shared memory.
+template <Element T>
+struct SlotCells {
+  std::int32_t exists;
+  std::int32_t wide;  ///< the weights allow 16-byte accesses
+  RouteCell<T> cell[max_projections];
+  std::int32_t first_rank_tile[max_projections + 1];  ///< prefix counts over the projections
+};
+
 /// A row tile in shared memory.
 template <Element T>
-struct RowTile {
-  std::int32_t exists;
-  std::int32_t wide;              ///< the weights allow 16-byte accesses
+struct RowTile : SlotCells<T> {
   std::int32_t quads;             ///< lanes of four of an accumulator that have a row
   std::int32_t row[tile_rows];    ///< row of y, or -1 for none
   std::int32_t x_row[tile_rows];  ///< row of x; -1 exactly where `row` is
-  RouteCell<T> cell[max_projections];
-  std::int32_t first_rank_tile[max_projections + 1];  ///< prefix counts over the projections
+};
+
+/// Neighbouring row tiles of one slot in shared memory.
+template <Element T>
+struct alignas(16) Piece : SlotCells<T> {
+  std::int32_t tiles;
+  std::int32_t row[piece_rows];    ///< row of y, or -1 for none
+  std::int32_t x_row[piece_rows];  ///< row of x; -1 exactly where `row` is
 };
 
 /// A row tile's place in shared memory, which takes no initialised type.
@@ -76,7 +90,7 @@ __device__ void set_rows(RowTile<T>& tile, std::int32_t row, std::int32_t x_row)
 /// Fills the cells and what follows from them. One warp calls it, whole: lane i has projection i's cell,
 /// lanes beyond the projections an empty one.
 template <Element T, Element Y>
-__device__ void describe(RowTile<T>& tile, Operands<T, Y> const& p, RouteCell<T> cell) {
+__device__ void describe(SlotCells<T>& tile, Operands<T, Y> const& p, RouteCell<T> cell) {
   int const lane = lane_index();
   // A rank beyond the table's would not fit what was sized by it; such a cell does nothing.
   bool const adapts =
@@ -114,14 +128,19 @@ __device__ inline RouteCell<T> load_cell(RouteCell<T> const* from) {
   return cell;
 }
 
+/// Lanes before the first for which `condition` does not hold. A whole warp calls it.
+__device__ inline std::int32_t leading_lanes(bool condition) {
+  return __ffs(static_cast<int>(~__ballot_sync(0xffffffffu, condition))) - 1;
+}
+
 /// Row tiles from a plan and the projections' tables.
 struct PlanSource {
   static constexpr std::int32_t static_rank = dynamic_rank;
 
-  /// Row tiles that exist; a plan that says nonsense may say more or fewer.
+  /// Row tiles that exist; a plan that says nonsense may say more or fewer, but none beyond its capacity.
   template <Element T, Element Y>
   __device__ std::int32_t num_tiles(Operands<T, Y> const& p) const {
-    return p.plan.header->num_tiles;
+    return min(p.plan.header->num_tiles, p.plan.max_tiles);
   }
 
   /// Fills `tile` with the `index`-th row tile. One warp calls it, whole.
@@ -149,6 +168,40 @@ struct PlanSource {
     set_rows(tile, row, row);
     describe(tile, p, cell);
   }
+
+  /// Fills `piece` with the row tiles from the `first`-th on that are of its slot, at most `most` of them,
+  /// and says how many they are, at least one. One warp calls it, whole.
+  template <Element T, Element Y>
+  __device__ std::int32_t load(Piece<T>& piece, Operands<T, Y> const& p, std::int32_t first,
+                               std::int32_t most) const {
+    int const lane = lane_index();
+    RowPlan const& plan = p.plan;
+    RowGroup rows{base_slot, 0, 0, 0};
+    if (lane < most && first + lane < plan.max_tiles) {
+      int4 const words = *reinterpret_cast<int4 const*>(plan.tiles + first + lane);
+      rows = RowGroup{words.x, words.y, words.z, 0};
+    }
+    std::int32_t const slot = __shfl_sync(0xffffffffu, rows.slot, 0);
+    std::int32_t const tiles = leading_lanes(lane < most && rows.slot == slot && rows.count > 0);
+    RouteCell<T> cell;
+    if (lane < p.num_projections) {
+      RouteTable<T> const& table = p.projections[lane].table;
+      bool const within = slot >= 0 && slot < table.max_slots && table.cells != nullptr;
+      if (within) cell = load_cell(table.cell(slot));
+    }
+#pragma unroll
+    for (int i = lane; i < piece_rows; i += warp_threads) {
+      std::int32_t const begin = __shfl_sync(0xffffffffu, rows.first, i / tile_rows);
+      std::int32_t const count = __shfl_sync(0xffffffffu, rows.count, i / tile_rows);
+      bool const exists = i < tiles * tile_rows && i % tile_rows < count;
+      bool const within = exists && begin >= 0 && begin < plan.capacity_rows - i % tile_rows;
+      std::int32_t const row = within ? plan.rows[begin + i % tile_rows] : -1;
+      piece.x_row[i] = piece.row[i] = row >= 0 && row < p.rows ? row : -1;
+    }
+    if (lane == 0) piece.tiles = tiles;
+    describe(piece, p, tiles > 0 ? cell : RouteCell<T>{});
+    return max(tiles, 1);
+  }
 };
 
 /// Row tiles of rows in order, all of one pair.
@@ -172,11 +225,26 @@ struct PairSource {
     describe(tile, p, lane == 0 ? cell : RouteCell<T>{});
     if (lane == 0) tile.exists = index < row_tiles(p.rows) ? 1 : 0;
   }
+  /// As of a `PlanSource`.
+  template <Element Y>
+  __device__ std::int32_t load(Piece<T>& piece, Operands<T, Y> const& p, std::int32_t first,
+                               std::int32_t most) const {
+    int const lane = lane_index();
+#pragma unroll 1
+    for (int i = lane; i < piece_rows; i += warp_threads) {
+      std::int64_t const row = static_cast<std::int64_t>(first) * tile_rows + i;
+      bool const within = i < most * tile_rows && row < p.rows;
+      piece.x_row[i] = piece.row[i] = within ? static_cast<std::int32_t>(row) : -1;
+    }
+    if (lane == 0) piece.tiles = most;
+    describe(piece, p, lane == 0 ? cell : RouteCell<T>{});
+    return most;
+  }
 };
 
 /// A projection's rank, a constant where the source knows it.
 template <class Source, Element T>
-__device__ inline std::int32_t rank_of(RowTile<T> const& tile, int projection) {
+__device__ inline std::int32_t rank_of(SlotCells<T> const& tile, int projection) {
   if constexpr (Source::static_rank > 0) {
     return tile.cell[projection].rank == 0 ? 0 : Source::static_rank;
   } else {
@@ -186,7 +254,7 @@ __device__ inline std::int32_t rank_of(RowTile<T> const& tile, int projection) {
 
 /// The projection that rank tile `index` of a row tile belongs to; the last one where it does not exist.
 template <Element T>
-__device__ inline int projection_of(RowTile<T> const& tile, std::int32_t index) {
+__device__ inline int projection_of(SlotCells<T> const& tile, std::int32_t index) {
   int projection = 0;
   while (projection + 1 < max_projections && index >= tile.first_rank_tile[projection + 1]) ++projection;
   return projection;

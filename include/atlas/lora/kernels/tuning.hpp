@@ -80,4 +80,25 @@ inline constexpr DeltaTuning delta_tunings[] = {
   return rows <= 16 ? 1 : 2;
 }
 
+/// Most rows that the one-launch kernel of few rows serves where there is one for many.
+inline constexpr std::int32_t most_decode_rows = 256;
+/// Fewest rows whose prefill kernel has clusters of 8: each reads all of its slots' weights, so that larger
+/// ones read less, and more blocks wait for each other.
+inline constexpr std::int32_t wide_prefill_rows = 1024;
+/// Fewest output tiles whose prefill kernel has clusters of 8: one for every warp.
+inline constexpr std::int32_t wide_prefill_outputs = 64;
+
+/// Whether the prefill kernel serves `rows` rows of which slots, or slots and experts, are expected to be
+/// `pairs`. Float has none: its sums live in the registers of many lanes.
+[[nodiscard]] constexpr bool uses_prefill(std::int32_t compute, std::int32_t rows, std::size_t element_bytes,
+                                          std::int32_t pairs = 1) noexcept {
+  bool const shared = rows / 32 >= pairs;  // four row tiles a pair
+  return has_clusters(compute) && element_bytes == 2 && rows > most_decode_rows && shared;
+}
+
+/// The shape of the prefill kernel's launch, for `outputs` output tiles of all projections.
+[[nodiscard]] constexpr DeltaTuning prefill_tuning(std::int32_t rows, std::int32_t outputs) noexcept {
+  return {256, rows >= wide_prefill_rows && outputs >= wide_prefill_outputs ? 8 : 4, 2, 2};
+}
+
 }  // namespace atlas::lora::inline v0

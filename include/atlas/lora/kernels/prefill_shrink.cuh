@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: AGPL-3.0-only
+//
+// The first half of the prefill form: segment sums of a piece, and the fold of them into xa.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
+#include "atlas/lora/kernels/contraction.hpp"
+#include "atlas/lora/kernels/fragment.cuh"
+#include "atlas/lora/kernels/launch.cuh"
+#include "atlas/lora/kernels/prefill_shape.hpp"
+#include "atlas/lora/kernels/prefill_shared.cuh"
+#include "atlas/lora/kernels/ptx.cuh"
+#include "atlas/lora/kernels/row_tile.cuh"
+#include "atlas/lora/kernels/work.hpp"
+
+namespace atlas::lora::inline v0::detail {
+
+/// The shrink of a block. What stands in ranks and rows that do not exist is as in `Multiply`.
+template <class Source, Element T, Element Y>
+class PrefillShrink {
+ public:
+  __device__ PrefillShrink(Operands<T, Y> const& p, PrefillShared<T> const& shared)
+      : p_(p), shared_(shared) {}
+
+  /// Multiplies the block's segments of `ranks` rank tiles from `slab` and sends the sums to the blocks that
+  /// fold them.
+  __device__ void multiply(Piece<T> const& piece, std::int32_t slab, std::int32_t ranks) {
+    if (piece.wide == 0 || !p_.wide) {
+      settle();
+      multiply_narrow(p_, shared_.sums, piece, slab);
+      return;
+    }
+    Share const segments = p_.shape.segments_of(block_of(p_));
+    ShrinkUnits const units(segments.size(), ranks, piece.tiles);
+    std::int32_t const count = units.count();
+#pragma unroll 1
+    for (std::int32_t i = warp_index(); i < count; i += prefill_warps) {
+      ShrinkUnit unit = units.unit(i);
+      unit.segment += segments.first;
+      if (unit.ranks.size() == 2) {
+        if (unit.tiles.size() == 2) {
+          multiply_unit<2, 2, 2>(piece, slab, unit);
+        } else {
+          multiply_unit<2, 1, 3>(piece, slab, unit);
+        }
+      } else if (unit.tiles.size() == 2) {
+        multiply_unit<1, 2, 4>(piece, slab, unit);
+      } else {
+        multiply_unit<1, 1, 5>(piece, slab, unit);
+      }
+    }
+    settle();
+  }
+
+  /// Folds the segments of the slab for this block's row tiles, rounds, and gives every block of the cluster
+  /// the xa, zero from the rank to the end of its block. A warp takes a row tile's rank tile.
+  __device__ void fold(Piece<T> const& piece, std::int32_t slab, std::int32_t ranks) const {
+    int const cluster_log2 = p_.shape.cluster_log2;
+    std::int32_t const own = folded_tiles(piece.tiles, cluster_log2, block_of(p_));
+#pragma unroll 1
+    for (std::int32_t i = warp_index(); i < own * ranks; i += prefill_warps) {
+      std::int32_t const tile = i / ranks;
+      std::int32_t const rank_tile = i - tile * ranks;
+      float4 const total = folded_sum(tile, rank_tile);
+      send_xa(piece, block_of(p_) + (tile << cluster_log2), slab + rank_tile, total);
+    }
+  }
+
+  /// Waits for the launch's dependencies and for the cluster to have started, unless it has.
+  __device__ void settle() {
+    if (settled_) return;
+    cluster_wait();
+    if (p_.inputs_settled) enter();
+    settled_ = true;
+  }
+
+ private:
+  /// One segment of `Ranks` rank tiles and `Tiles` row tiles. `Ahead` blocks are always on their way; the
+  /// place of one that was multiplied takes the next.
+  template <int Ranks, int Tiles, int Ahead>
+  __device__ void multiply_unit(Piece<T> const& piece, std::int32_t slab, ShrinkUnit const& unit) {
+    BlockRange const blocks{unit.segment * p_.shape.segment_blocks,
+                            min((unit.segment + 1) * p_.shape.segment_blocks, p_.shape.blocks)};
+    std::int32_t const k = blocks.first * block_elements + quad() * pack_elements;
+    // A block is this lane's where it begins before `left`, counted from the loop's.
+    std::int32_t left = min(blocks.size() * block_elements, static_cast<std::int32_t>(p_.k_in) - k);
+    bool const partial = p_.k_in % block_elements != 0;
+    T const* low[Ranks];
+    T const* high[Ranks];
+    T const* x[Tiles];
+#pragma unroll
+    for (int r = 0; r < Ranks; ++r) {
+      std::int32_t const rank_tile = slab + unit.ranks.first + r;
+      int const projection = projection_of(piece, rank_tile);
+      std::int32_t const last = rank_of<Source>(piece, projection) - 1;
+      std::int32_t const j = (rank_tile - piece.first_rank_tile[projection]) * tile_ranks + group();
+      T const* const a = piece.cell[projection].a + k;
+      low[r] = a + min(j, last) * p_.k_in;
+      high[r] = a + min(j + tile_batch_rows, last) * p_.k_in;
+    }
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t) {
+      std::int32_t const row = piece.x_row[(unit.tiles.first + t) * tile_rows + group()];
+      x[t] = p_.x + max(row, 0) * p_.x_row_stride + k;
+    }
+    Pack<T> a_low[Ahead][Ranks];
+    Pack<T> a_high[Ahead][Ranks];
+    Pack<T> x_pack[Ahead][Tiles];
+    // What is not loaded is not multiplied, or zeroed before. It has a value, so that no register keeps one
+    // from unit to unit.
+    auto const load = [&](Pack<T>& pack, T const* from, int b) {
+      if (b < Ahead) pack = Pack<T>{};
+      if (b * block_elements < left) pack = load_vectors(from + b * block_elements);
+    };
+    auto const load_a = [&](int place, int b) {
+#pragma unroll
+      for (int r = 0; r < Ranks; ++r) {
+        load(a_low[place][r], low[r], b);
+        load(a_high[place][r], high[r], b);
+      }
+    };
+    auto const load_x = [&](int place, int b) {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) load(x_pack[place][t], x[t], b);
+    };
+    // A does not depend on the launches before.
+#pragma unroll
+    for (int i = 0; i < Ahead; ++i) load_a(i, i);
+    settle();
+#pragma unroll
+    for (int i = 0; i < Ahead; ++i) load_x(i, i);
+    Accumulator<T> sum[Ranks][Tiles];
+    // The sum that changes nothing.
+    float4 total[Ranks][Tiles];
+#pragma unroll
+    for (int r = 0; r < Ranks; ++r) {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) total[r][t] = make_float4(-0.0F, -0.0F, -0.0F, -0.0F);
+    }
+    std::int32_t in_chunk = 0;
+#pragma unroll 1
+    for (std::int32_t b = 0; b < blocks.size(); b += Ahead) {
+#pragma unroll
+      for (int i = 0; i < Ahead; ++i) {
+        if (b + i >= blocks.size()) break;
+        // The sum's last block may be shorter than this lane's place in it.
+        if (partial && b + i + 1 == blocks.size() && i * block_elements >= left) {
+#pragma unroll
+          for (int r = 0; r < Ranks; ++r) a_low[i][r] = a_high[i][r] = Pack<T>{};
+#pragma unroll
+          for (int t = 0; t < Tiles; ++t) x_pack[i][t] = Pack<T>{};
+        }
+#pragma unroll
+        for (int r = 0; r < Ranks; ++r) {
+#pragma unroll
+          for (int t = 0; t < Tiles; ++t) sum[r][t].add(a_low[i][r], a_high[i][r], x_pack[i][t]);
+        }
+        load_a(i, i + Ahead);
+        load_x(i, i + Ahead);
+        if (++in_chunk < p_.shape.chunk_blocks && b + i + 1 < blocks.size()) continue;
+        in_chunk = 0;
+#pragma unroll
+        for (int r = 0; r < Ranks; ++r) {
+#pragma unroll
+          for (int t = 0; t < Tiles; ++t) {
+            total[r][t] = add(total[r][t], sum[r][t].finish());
+            sum[r][t] = Accumulator<T>{};
+          }
+        }
+      }
+      left -= Ahead * block_elements;
+#pragma unroll
+      for (int r = 0; r < Ranks; ++r) {
+        low[r] += Ahead * block_elements;
+        high[r] += Ahead * block_elements;
+      }
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) x[t] += Ahead * block_elements;
+    }
+#pragma unroll
+    for (int r = 0; r < Ranks; ++r) {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t)
+        send_sum(p_, shared_.sums, unit.tiles.first + t, unit.segment, unit.ranks.first + r, total[r][t]);
+    }
+  }
+
+  /// All of this warp's share of a slab for operands that vectors cannot load: a call, so that it takes no
+  /// registers where they can.
+  static __device__ __noinline__ void multiply_narrow(Operands<T, Y> const& p, float4* sums,
+                                                      Piece<T> const& piece, std::int32_t slab) {
+    Share const segments = p.shape.segments_of(block_of(p));
+    std::int32_t const ranks =
+        min(prefill_slab(p.segment_rank_tiles), piece.first_rank_tile[max_projections] - slab);
+    std::int32_t const count = segments.size() * ranks * piece.tiles;
+#pragma unroll 1
+    for (std::int32_t i = warp_index(); i < count; i += prefill_warps) {
+      std::int32_t const above = i / piece.tiles;
+      std::int32_t const segment = segments.first + above / ranks;
+      float4 const sum = narrow_sum(p, piece, segment, slab + above % ranks, i % piece.tiles);
+      send_sum(p, sums, i % piece.tiles, segment, above % ranks, sum);
+    }
+  }
+  /// The sum of a segment for a rank tile and a row tile.
+  static __device__ float4 narrow_sum(Operands<T, Y> const& p, Piece<T> const& piece, std::int32_t segment,
+                                      std::int32_t rank_tile, std::int32_t tile) {
+    std::int32_t const first = segment * p.shape.segment_blocks;
+    std::int32_t const last = min(first + p.shape.segment_blocks, p.shape.blocks);
+    int const projection = projection_of(piece, rank_tile);
+    std::int32_t const rank = rank_of<Source>(piece, projection);
+    std::int32_t const j = (rank_tile - piece.first_rank_tile[projection]) * tile_ranks + group();
+    T const* const a = piece.cell[projection].a + j * p.k_in;
+    T const* const x = p.x + max(piece.x_row[tile * tile_rows + group()], 0) * p.x_row_stride;
+    float4 total = make_float4(-0.0F, -0.0F, -0.0F, -0.0F);
+#pragma unroll 1
+    for (std::int32_t chunk = first; chunk < last; chunk += p.shape.chunk_blocks) {
+      Accumulator<T> sum;
+#pragma unroll 1
+      for (std::int32_t b = chunk; b < min(chunk + p.shape.chunk_blocks, last); ++b) {
+        std::int64_t const k = k_of(b, quad(), 0);
+        std::int64_t const valid = p.k_in - k;
+        Pack<T> const low = load_elements(a + k, j < rank ? valid : 0);
+        Pack<T> const high =
+            load_elements(a + tile_batch_rows * p.k_in + k, j + tile_batch_rows < rank ? valid : 0);
+        sum.add(low, high, load_elements(x + k, valid));
+      }
+      total = add(total, sum.finish());
+    }
+    return total;
+  }
+
+  /// Sends a segment's sum of a row tile and a rank tile of the slab to the block that folds the row tile.
+  static __device__ void send_sum(Operands<T, Y> const& p, float4* sums, std::int32_t tile,
+                                  std::int32_t segment, std::int32_t rank_tile, float4 const& sum) {
+    int const cluster_log2 = p.shape.cluster_log2;
+    std::int32_t const place =
+        sum_place(tile >> cluster_log2, segment, rank_tile, prefill_slab(p.segment_rank_tiles));
+    store_to_block(sums + place * warp_threads + lane_index(),
+                   static_cast<std::uint32_t>(tile & ((1 << cluster_log2) - 1)), sum);
+  }
+
+  /// The sum of all segments for the row tile that this block folds as its `tile`-th.
+  __device__ float4 folded_sum(std::int32_t tile, std::int32_t rank_tile) const {
+    std::int32_t const slab = prefill_slab(p_.segment_rank_tiles);
+    float4 const* const from =
+        shared_.sums + sum_place(tile, 0, rank_tile, slab) * warp_threads + lane_index();
+    float4 total = from[0];
+#pragma unroll
+    for (int s = 1; s < max_segments; ++s) {
+      if (s < p_.shape.segments) total = add(total, from[s * slab * warp_threads]);
+    }
+    return total;
+  }
+
+  /// Rounds the sums of a row tile and a rank tile, counted over the projections, and gives them to every
+  /// block of the cluster. Each lane has eight ranks of a row for every other block.
+  __device__ void send_xa(Piece<T> const& piece, std::int32_t tile, std::int32_t rank_tile,
+                          float4 const& total) const {
+    std::uint32_t const low = transpose_8x8(pair_bits_rn<T>(total.x, total.y));
+    std::uint32_t const high = transpose_8x8(pair_bits_rn<T>(total.z, total.w));
+    bool const upper = quad() % 2 != 0;
+    Pack<T> pack;
+#pragma unroll
+    for (int i = 0; i < Pack<T>::words; ++i) {
+      int const source = group() * 4 + i;
+      std::uint32_t const of_low = __shfl_sync(0xffffffffu, low, source);
+      std::uint32_t const of_high = __shfl_sync(0xffffffffu, high, source);
+      pack.word[i] = upper ? of_high : of_low;
+    }
+    int const projection = projection_of(piece, rank_tile);
+    std::int32_t const rank = rank_of<Source>(piece, projection);
+    std::int32_t const local = rank_tile - piece.first_rank_tile[projection];
+    std::int32_t const j = local * tile_ranks + (upper ? pack_elements : 0);
+    keep(pack, rank - j);
+    // The tile is the rank's last and fills half of a block.
+    bool const half = local % 2 == 0 && (local + 1) * tile_ranks >= rank;
+    T* const to =
+        shared_.xa + (tile * tile_rows + group()) * p_.xa_shared_stride + p_.shape.xa_offset[projection] + j;
+#pragma unroll 1
+    for (int target = quad() / 2; target < 1 << p_.shape.cluster_log2; target += 2) {
+      auto const there = static_cast<std::uint32_t>(target);
+      store_to_block(reinterpret_cast<float4*>(to), there, as_float4(pack));
+      if (half) store_to_block(reinterpret_cast<float4*>(to + tile_ranks), there, float4{});
+    }
+  }
+
+  __device__ static float4 as_float4(Pack<T> const& pack) {
+    static_assert(Pack<T>::words == 4);
+    return make_float4(__uint_as_float(pack.word[0]), __uint_as_float(pack.word[1]),
+                       __uint_as_float(pack.word[2]), __uint_as_float(pack.word[3]));
+  }
+  __device__ static float4 add(float4 const& a, float4 const& b) {
+    return make_float4(add_rn(a.x, b.x), add_rn(a.y, b.y), add_rn(a.z, b.z), add_rn(a.w, b.w));
+  }
+
+  Operands<T, Y> const& p_;
+  PrefillShared<T> shared_;
+  bool settled_ = false;  ///< dependencies are complete and the cluster's blocks have started
+};
+
+}  // namespace atlas::lora::inline v0::detail
