@@ -5,12 +5,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
 #include <utility>
-#include <variant>
 
 #include <cuda/std/expected>
 
@@ -114,38 +114,73 @@ class Result {
   using value_type = T;
   using error_type = Error;
 
-  Result() requires std::is_default_constructible_v<T>
-  = default;
+  Result() requires std::is_default_constructible_v<T> : has_value_(true), value_() {}
   template <class U = T>
   requires std::is_convertible_v<U, T> &&(!std::is_same_v<std::remove_cvref_t<U>, Result>)&&(
       !std::is_same_v<std::remove_cvref_t<U>, cuda::std::unexpected<Error>>)Result(U&& value)
-      : outcome_(std::in_place_index<0>, std::forward<U>(value)) {}
-  Result(cuda::std::unexpected<Error> error) : outcome_(std::in_place_index<1>, std::move(error).error()) {}
+      : has_value_(true), value_(std::forward<U>(value)) {}
+  Result(cuda::std::unexpected<Error> error) : has_value_(false), error_(std::move(error).error()) {}
+  Result(Result const& other) requires std::is_copy_constructible_v<T> { take(other); }
+  Result(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) { take(std::move(other)); }
+  Result& operator=(Result const& other) requires std::is_copy_constructible_v<T> {
+    return *this = Result(other);
+  }
+  Result& operator=(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) {
+    if (this == &other) return *this;
+    drop();
+    take(std::move(other));
+    return *this;
+  }
+  ~Result() { drop(); }
 
-  [[nodiscard]] bool has_value() const noexcept { return outcome_.index() == 0; }
-  [[nodiscard]] explicit operator bool() const noexcept { return has_value(); }
-  [[nodiscard]] T& operator*() & noexcept { return *value(outcome_); }
-  [[nodiscard]] T const& operator*() const& noexcept { return *value(outcome_); }
-  [[nodiscard]] T&& operator*() && noexcept { return std::move(*value(outcome_)); }
-  [[nodiscard]] T* operator->() noexcept { return value(outcome_); }
-  [[nodiscard]] T const* operator->() const noexcept { return value(outcome_); }
-  [[nodiscard]] Error& error() & noexcept { return *fault(outcome_); }
-  [[nodiscard]] Error const& error() const& noexcept { return *fault(outcome_); }
-  [[nodiscard]] Error&& error() && noexcept { return std::move(*fault(outcome_)); }
+  [[nodiscard]] bool has_value() const noexcept { return has_value_; }
+  [[nodiscard]] explicit operator bool() const noexcept { return has_value_; }
+  [[nodiscard]] T& operator*() & noexcept { return value(); }
+  [[nodiscard]] T const& operator*() const& noexcept { return value(); }
+  [[nodiscard]] T&& operator*() && noexcept { return std::move(value()); }
+  [[nodiscard]] T* operator->() noexcept { return std::addressof(value()); }
+  [[nodiscard]] T const* operator->() const noexcept { return std::addressof(value()); }
+  [[nodiscard]] Error& error() & noexcept { return fault(); }
+  [[nodiscard]] Error const& error() const& noexcept { return fault(); }
+  [[nodiscard]] Error&& error() && noexcept { return std::move(fault()); }
 
  private:
-  template <class Outcome>
-  static auto* value(Outcome& outcome) noexcept {
-    ATLAS_ASSERT(outcome.index() == 0, "the value of a Result that failed");
-    return std::get_if<0>(&outcome);
+  [[nodiscard]] T& value() noexcept {
+    ATLAS_ASSERT(has_value_, "the value of a Result that failed");
+    return value_;
   }
-  template <class Outcome>
-  static auto* fault(Outcome& outcome) noexcept {
-    ATLAS_ASSERT(outcome.index() == 1, "the error of a Result that succeeded");
-    return std::get_if<1>(&outcome);
+  [[nodiscard]] T const& value() const noexcept { return const_cast<Result&>(*this).value(); }
+  [[nodiscard]] Error& fault() noexcept {
+    ATLAS_ASSERT(!has_value_, "the error of a Result that succeeded");
+    return error_;
+  }
+  [[nodiscard]] Error const& fault() const noexcept { return const_cast<Result&>(*this).fault(); }
+
+  // Of which there is none yet, or no longer, `other`'s.
+  template <class Other>
+  void take(Other&& other) {
+    has_value_ = other.has_value_;
+    if (has_value_) {
+      std::construct_at(std::addressof(value_), std::forward<Other>(other).value_);
+    } else {
+      std::construct_at(std::addressof(error_), std::forward<Other>(other).error_);
+    }
+  }
+  void drop() noexcept {
+    if (has_value_) {
+      std::destroy_at(std::addressof(value_));
+    } else {
+      std::destroy_at(std::addressof(error_));
+    }
   }
 
-  std::variant<T, Error> outcome_;
+  // By hand: std::variant's machinery for each T is a fifth of what this library's host part costs to
+  // compile.
+  bool has_value_;
+  union {
+    T value_;
+    Error error_;
+  };
 };
 
 /// Success has no value of its own.
