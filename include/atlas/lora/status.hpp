@@ -174,8 +174,7 @@ class Result {
     }
   }
 
-  // By hand: std::variant's machinery for each T is a fifth of what this library's host part costs to
-  // compile.
+  // By hand: std::variant would instantiate its machinery anew for every T, in every unit.
   bool has_value_;
   union {
     T value_;
