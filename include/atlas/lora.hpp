@@ -56,6 +56,7 @@
 
 #if defined(__CUDACC__)
 #include "atlas/lora/kernels/delta.cuh"
+#include "atlas/lora/kernels/device.cuh"
 #include "atlas/lora/kernels/expert_delta.cuh"
 #include "atlas/lora/kernels/expert_plan.cuh"
 #include "atlas/lora/kernels/overlay_embed.cuh"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 #include "atlas/lora/overlay/build.hpp"
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -58,7 +59,7 @@ std::vector<T> served_values() {
 std::vector<float> values_of(OverrideRows const& own) {
   std::vector<float> out(own.rows.bytes.size() / element_bytes(own.rows.type));
   for (std::size_t i = 0; i < out.size(); ++i) {
-    out[i] = cuda::std::bit_cast<float>(detail::f32_bits_at(own.rows, i));
+    out[i] = std::bit_cast<float>(detail::f32_bits_at(own.rows, i));
   }
   return out;
 }

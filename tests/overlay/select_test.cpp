@@ -2,6 +2,7 @@
 #include "atlas/lora/overlay/select.hpp"
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -19,8 +20,7 @@ Sources select(std::vector<std::uint8_t> const& changed, std::vector<std::int64_
 }
 
 constexpr bool changed(float a, float b, float threshold = 0.0F) {
-  return element_changed(cuda::std::bit_cast<std::uint32_t>(a), cuda::std::bit_cast<std::uint32_t>(b),
-                         threshold);
+  return element_changed(std::bit_cast<std::uint32_t>(a), std::bit_cast<std::uint32_t>(b), threshold);
 }
 
 }  // namespace

@@ -9,13 +9,25 @@
 #include <cstdint>
 #include <type_traits>
 
-#include <cuda/std/bit>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "atlas/lora/config.hpp"
 
 namespace atlas::lora::inline v0 {
+
+namespace detail {
+
+/// The object of type `To` that has the bits of `from`. Not CCCL's, whose header brings those of fp8, fp6 and
+/// fp4 into every unit.
+template <class To, class From>
+[[nodiscard]] ATLAS_HD constexpr To bit_cast(From const& from) noexcept {
+  static_assert(sizeof(To) == sizeof(From) && std::is_trivially_copyable_v<To> &&
+                std::is_trivially_copyable_v<From>);
+  return __builtin_bit_cast(To, from);
+}
+
+}  // namespace detail
 
 /// An element type by value, for code that learns the type at run time.
 enum class ElementType : std::uint8_t { f32, f16, bf16 };
@@ -104,9 +116,9 @@ template <Element T>
   if constexpr (std::same_as<T, float>) {
     return x;
   } else if constexpr (std::same_as<T, __half>) {
-    return cuda::std::bit_cast<float>(f32_bits_of_f16(cuda::std::bit_cast<std::uint16_t>(x)));
+    return detail::bit_cast<float>(f32_bits_of_f16(detail::bit_cast<std::uint16_t>(x)));
   } else {
-    return cuda::std::bit_cast<float>(f32_bits_of_bf16(cuda::std::bit_cast<std::uint16_t>(x)));
+    return detail::bit_cast<float>(f32_bits_of_bf16(detail::bit_cast<std::uint16_t>(x)));
   }
 }
 
@@ -116,9 +128,9 @@ template <Element T>
   if constexpr (std::same_as<T, float>) {
     return x;
   } else if constexpr (std::same_as<T, __half>) {
-    return cuda::std::bit_cast<__half>(f16_bits(cuda::std::bit_cast<std::uint32_t>(x)));
+    return detail::bit_cast<__half>(f16_bits(detail::bit_cast<std::uint32_t>(x)));
   } else {
-    return cuda::std::bit_cast<__nv_bfloat16>(bf16_bits(cuda::std::bit_cast<std::uint32_t>(x)));
+    return detail::bit_cast<__nv_bfloat16>(bf16_bits(detail::bit_cast<std::uint32_t>(x)));
   }
 }
 

@@ -5,12 +5,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
 #include <utility>
-#include <variant>
 
 #include <cuda/std/expected>
 
@@ -115,50 +115,84 @@ class Result {
   using error_type = Error;
 
   /// A value of its own default.
-  Result() requires std::is_default_constructible_v<T>
-  = default;
+  Result() requires std::is_default_constructible_v<T> : has_value_(true), value_() {}
   /// The outcome that is a value.
   template <class U = T>
   requires std::is_convertible_v<U, T> &&(!std::is_same_v<std::remove_cvref_t<U>, Result>)&&(
       !std::is_same_v<std::remove_cvref_t<U>, cuda::std::unexpected<Error>>)Result(U&& value)
-      : outcome_(std::in_place_index<0>, std::forward<U>(value)) {}
+      : has_value_(true), value_(std::forward<U>(value)) {}
   /// The outcome that is an error: what `fail` makes.
-  Result(cuda::std::unexpected<Error> error) : outcome_(std::in_place_index<1>, std::move(error).error()) {}
+  Result(cuda::std::unexpected<Error> error) : has_value_(false), error_(std::move(error).error()) {}
+  Result(Result const& other) requires std::is_copy_constructible_v<T> { take(other); }
+  Result(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) { take(std::move(other)); }
+  Result& operator=(Result const& other) requires std::is_copy_constructible_v<T> {
+    return *this = Result(other);
+  }
+  Result& operator=(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) {
+    if (this == &other) return *this;
+    drop();
+    take(std::move(other));
+    return *this;
+  }
+  ~Result() { drop(); }
 
   /// Whether there is a value, and no error.
-  [[nodiscard]] bool has_value() const noexcept { return outcome_.index() == 0; }
+  [[nodiscard]] bool has_value() const noexcept { return has_value_; }
   /// The same, for `if`.
-  [[nodiscard]] explicit operator bool() const noexcept { return has_value(); }
+  [[nodiscard]] explicit operator bool() const noexcept { return has_value_; }
   /// The value; there must be one.
-  [[nodiscard]] T& operator*() & noexcept { return *value(outcome_); }
+  [[nodiscard]] T& operator*() & noexcept { return value(); }
   /// The value; there must be one.
-  [[nodiscard]] T const& operator*() const& noexcept { return *value(outcome_); }
+  [[nodiscard]] T const& operator*() const& noexcept { return value(); }
   /// The value; there must be one.
-  [[nodiscard]] T&& operator*() && noexcept { return std::move(*value(outcome_)); }
+  [[nodiscard]] T&& operator*() && noexcept { return std::move(value()); }
   /// A member of the value; there must be one.
-  [[nodiscard]] T* operator->() noexcept { return value(outcome_); }
+  [[nodiscard]] T* operator->() noexcept { return std::addressof(value()); }
   /// A member of the value; there must be one.
-  [[nodiscard]] T const* operator->() const noexcept { return value(outcome_); }
+  [[nodiscard]] T const* operator->() const noexcept { return std::addressof(value()); }
   /// The error; there must be one.
-  [[nodiscard]] Error& error() & noexcept { return *fault(outcome_); }
+  [[nodiscard]] Error& error() & noexcept { return fault(); }
   /// The error; there must be one.
-  [[nodiscard]] Error const& error() const& noexcept { return *fault(outcome_); }
+  [[nodiscard]] Error const& error() const& noexcept { return fault(); }
   /// The error; there must be one.
-  [[nodiscard]] Error&& error() && noexcept { return std::move(*fault(outcome_)); }
+  [[nodiscard]] Error&& error() && noexcept { return std::move(fault()); }
 
  private:
-  template <class Outcome>
-  static auto* value(Outcome& outcome) noexcept {
-    ATLAS_ASSERT(outcome.index() == 0, "the value of a Result that failed");
-    return std::get_if<0>(&outcome);
+  [[nodiscard]] T& value() noexcept {
+    ATLAS_ASSERT(has_value_, "the value of a Result that failed");
+    return value_;
   }
-  template <class Outcome>
-  static auto* fault(Outcome& outcome) noexcept {
-    ATLAS_ASSERT(outcome.index() == 1, "the error of a Result that succeeded");
-    return std::get_if<1>(&outcome);
+  [[nodiscard]] T const& value() const noexcept { return const_cast<Result&>(*this).value(); }
+  [[nodiscard]] Error& fault() noexcept {
+    ATLAS_ASSERT(!has_value_, "the error of a Result that succeeded");
+    return error_;
+  }
+  [[nodiscard]] Error const& fault() const noexcept { return const_cast<Result&>(*this).fault(); }
+
+  // Of which there is none yet, or no longer, `other`'s.
+  template <class Other>
+  void take(Other&& other) {
+    has_value_ = other.has_value_;
+    if (has_value_) {
+      std::construct_at(std::addressof(value_), std::forward<Other>(other).value_);
+    } else {
+      std::construct_at(std::addressof(error_), std::forward<Other>(other).error_);
+    }
+  }
+  void drop() noexcept {
+    if (has_value_) {
+      std::destroy_at(std::addressof(value_));
+    } else {
+      std::destroy_at(std::addressof(error_));
+    }
   }
 
-  std::variant<T, Error> outcome_;
+  // By hand: std::variant would instantiate its machinery anew for every T, in every unit.
+  bool has_value_;
+  union {
+    T value_;
+    Error error_;
+  };
 };
 
 /// Success has no value of its own.

@@ -80,7 +80,7 @@ template <Element T>
 [[nodiscard]] T narrow(std::uint32_t f32, ConversionCounts& counts) noexcept {
   std::uint32_t const magnitude = magnitude_bits(f32);
   std::uint32_t const rounded = magnitude_bits(rounded_bits<T>(f32));
-  float const value = cuda::std::bit_cast<float>(f32);
+  float const value = detail::bit_cast<float>(f32);
   if (magnitude > infinite_bits) {
     ++counts.nan;
   } else if (magnitude == infinite_bits) {
@@ -99,7 +99,7 @@ template <Element T>
                                          ConversionCounts const& counts) {
   char value[32];
   std::snprintf(value, sizeof value, "%.9g",
-                static_cast<double>(cuda::std::bit_cast<float>(f32_bits_at(source, first))));
+                static_cast<double>(detail::bit_cast<float>(f32_bits_at(source, first))));
   return "tensor '" + printable(source.name) + "': element " + std::to_string(first) + " is " + value +
          ", which " + to_string(target) + " cannot hold (" + std::to_string(counts.overflow) +
          " beyond its range, " + std::to_string(counts.nan) + " NaN, " + std::to_string(counts.infinity) +

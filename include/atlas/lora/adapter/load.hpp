@@ -26,6 +26,7 @@
 #include "atlas/lora/adapter/safetensors.hpp"
 #include "atlas/lora/adapter/tensor_name.hpp"
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
 #include "atlas/lora/status.hpp"
 
@@ -111,7 +112,7 @@ class AdapterLoader {
   void read_pair(SafetensorsFile const& file, PairPlace const& place, PairTensors const& pair,
                  bool older_axes) {
     float const scale = config_.scale_of(pair.path);
-    if (magnitude_bits(cuda::std::bit_cast<std::uint32_t>(scale)) >= infinite_bits) {
+    if (magnitude_bits(detail::bit_cast<std::uint32_t>(scale)) >= infinite_bits) {
       faults_.add(Errc::out_of_range, config_path_ + ": field 'lora_alpha': the scale of '" +
                                           printable(pair.path) + "' is beyond f32");
     }

@@ -83,7 +83,7 @@ __device__ inline Pack<T> load_elements(T const* p, std::int64_t valid) {
       if constexpr (sizeof(T) == 4) {
         pack.word[e] = __float_as_uint(p[e]);
       } else {
-        std::uint32_t const bits = cuda::std::bit_cast<std::uint16_t>(p[e]);
+        std::uint32_t const bits = detail::bit_cast<std::uint16_t>(p[e]);
         pack.word[e / 2] |= e % 2 == 0 ? bits : bits << 16;
       }
     }

@@ -77,7 +77,7 @@ __device__ inline T round_to(float x) {
   if constexpr (std::is_same_v<T, float>) {
     return x;
   } else {
-    return cuda::std::bit_cast<T>(static_cast<std::uint16_t>(bits_rn<T>(x)));
+    return detail::bit_cast<T>(static_cast<std::uint16_t>(bits_rn<T>(x)));
   }
 }
 /// `x` in f32.
@@ -86,7 +86,7 @@ __device__ inline float widen(T x) {
   if constexpr (std::is_same_v<T, float>) {
     return x;
   } else {
-    return value_of<T>(cuda::std::bit_cast<std::uint16_t>(x));
+    return value_of<T>(detail::bit_cast<std::uint16_t>(x));
   }
 }
 

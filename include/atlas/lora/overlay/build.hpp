@@ -55,8 +55,8 @@ class HostServedTable {
     for (std::size_t row = 0; row < changed.size(); ++row) {
       changed[row] = 0;
       for (std::size_t i = row * width; i < (row + 1) * width && changed[row] == 0; ++i) {
-        changed[row] = element_changed(cuda::std::bit_cast<std::uint32_t>(to_f32(rows[i])),
-                                       cuda::std::bit_cast<std::uint32_t>(to_f32(served[i])), threshold);
+        changed[row] = element_changed(detail::bit_cast<std::uint32_t>(to_f32(rows[i])),
+                                       detail::bit_cast<std::uint32_t>(to_f32(served[i])), threshold);
       }
     }
     return {};
@@ -192,7 +192,7 @@ class OverlayBuilder {
 
   static std::vector<float> widened(HostTensor const& tensor) {
     std::vector<float> out(tensor.bytes.size() / element_bytes(tensor.type));
-    for (std::size_t i = 0; i < out.size(); ++i) out[i] = cuda::std::bit_cast<float>(f32_bits_at(tensor, i));
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = detail::bit_cast<float>(f32_bits_at(tensor, i));
     return out;
   }
 
@@ -308,7 +308,7 @@ template <ServedTable S>
   bool const own_head = !raw.head.empty();
   auto head = builder.build(std::exchange(raw.head, {}), served_head);
   if (!head) return cuda::std::unexpected<Error>(head.error());
-  std::uint64_t const told = (std::uint64_t{cuda::std::bit_cast<std::uint32_t>(options.threshold)} << 2) |
+  std::uint64_t const told = (std::uint64_t{detail::bit_cast<std::uint32_t>(options.threshold)} << 2) |
                              (served.embedding != nullptr ? 1u : 0u) | (served_head != nullptr ? 2u : 0u);
   adapter.digest.low ^= (told + 1) * 0xd6e8feb86659fd93u;
   adapter.overlay =

@@ -9,9 +9,8 @@
 #include <span>
 #include <vector>
 
-#include <cuda/std/bit>
-
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/element.hpp"
 
 namespace atlas::lora::inline v0 {
 
@@ -24,7 +23,7 @@ namespace atlas::lora::inline v0 {
   if (nan) return true;
   if (a == b || ((a | b) & 0x7fffffffu) == 0) return false;
   if (!(threshold > 0.0F)) return true;
-  float const difference = cuda::std::bit_cast<float>(a) - cuda::std::bit_cast<float>(b);
+  float const difference = detail::bit_cast<float>(a) - detail::bit_cast<float>(b);
   return !((difference < 0.0F ? -difference : difference) <= threshold);
 }
 

@@ -5,10 +5,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <map>
+#include <set>
 #include <string>
 #include <string_view>
-#include <unordered_map>
-#include <unordered_set>
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/config.hpp"
@@ -70,7 +71,7 @@ class NameRegistry {
 
   /// The generation of the content that `name` had last; 0 for a name without any.
   [[nodiscard]] std::uint64_t generation(std::string_view name) const {
-    auto const entry = names_.find(std::string(name));
+    auto const entry = names_.find(name);
     return entry == names_.end() ? 0 : entry->second.generation;
   }
 
@@ -81,8 +82,8 @@ class NameRegistry {
     std::uint64_t id = base_id;
   };
 
-  std::unordered_map<std::string, Content> names_;
-  std::unordered_set<std::uint64_t> issued_;
+  std::map<std::string, Content, std::less<>> names_;
+  std::set<std::uint64_t> issued_;
 };
 
 }  // namespace atlas::lora::inline v0
