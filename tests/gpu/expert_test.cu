@@ -197,7 +197,8 @@ TEST_SUITE("gpu") {
     ExpertBatch<float> const batch(shape, weights, {{0, 0}, {0, 1, 1, 3}});
     ExpertPlanLayout const layout{4, 1, 4};
     DeviceArray<std::byte> const buffer(std::vector<std::byte>(layout.bytes(), std::byte{0x5a}));
-    DeviceArray<float> const x(std::size_t{2} * 64), y(std::size_t{4} * 48);
+    DeviceArray<float> const x(std::vector<float>(128, 1.0F)),
+        y(std::vector<float>(192, 1.0F));  // [2, 64], [4, 48]
     Machine const& m = expert_machine<float, float>();
     ExpertDeltaParams<float> good = batch.parameters(Order::slot_major, x.data(), layout.at(buffer.data()));
     good.projections[0] = {weights.table(0), y.data(), 48};

@@ -71,7 +71,8 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
                          cudaStream_t stream) noexcept {
   constexpr DeltaTuning tuning = Tuning::value;
   set_shape(p, tuning);
-  std::size_t const shared = delta_shared_bytes<tuning.threads / warp_threads, T>(p.shape, p.xa_shared_stride);
+  std::size_t const shared =
+      delta_shared_bytes<tuning.threads / warp_threads, T>(p.shape, p.xa_shared_stride);
   if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster)
     return cudaErrorInvalidValue;
   LaunchShape const shape = team_shape(tuning, blocks_of(tuning, sizeof(T)),

@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     publish_barriers();
   }
   // Segments that do not exist count as the sum that changes nothing.
-  for (int i = static_cast<int>(threadIdx.x); p.shape.segments < max_segments && i < p.shape.slab * rank_tile_segments; i += Warps * warp_threads) {
+  for (int i = static_cast<int>(threadIdx.x);
+       p.shape.segments < max_segments && i < p.shape.slab * rank_tile_segments; i += Warps * warp_threads) {
     if (i % rank_tile_segments >= p.shape.segments * rank_tile_values)
       reinterpret_cast<float*>(shared.segments)[i] = -0.0F;
   }

@@ -36,7 +36,8 @@ struct DeltaShape {
   std::int32_t segment_blocks = 0;
   std::int32_t segment_chunks = 0;
   std::int32_t chunk_blocks = 0;
-  std::int32_t chunk_inverse = 0;  ///< `slot * chunk_inverse >> 8` is `slot / segment_chunks` for a chunk slot
+  std::int32_t chunk_inverse =
+      0;  ///< `slot * chunk_inverse >> 8` is `slot / segment_chunks` for a chunk slot
   std::int32_t block_segments = 0;  ///< segments of a block of the cluster
   std::int32_t group = 0;           ///< of those, the ones whose chunks a block multiplies together
   std::int32_t pairs_log2 = 0;      ///< chunk slots that a warp takes together, as a power of two: 1 or 2
@@ -48,10 +49,10 @@ struct DeltaShape {
   std::int32_t first_output[max_projections + 1] = {};  ///< prefix counts of output tiles
   std::int32_t xa_offset[max_projections] = {};         ///< of a projection in a row of xa
 
-  /// Sets what follows from the contraction, the cluster (a power of two), the warps of a block, the most rank
-  /// tiles of a row tile and `first_output`.
-  constexpr void set(Contraction const& cut, std::int32_t cluster, std::int32_t warps, std::int32_t rank_tiles,
-                     std::int32_t num_projections) noexcept {
+  /// Sets what follows from the contraction, the cluster (a power of two), the warps of a block, the most
+  /// rank tiles of a row tile and `first_output`.
+  constexpr void set(Contraction const& cut, std::int32_t cluster, std::int32_t warps,
+                     std::int32_t rank_tiles, std::int32_t num_projections) noexcept {
     slab = rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
     cluster_log2 = 0;
     while (1 << cluster_log2 < cluster) ++cluster_log2;

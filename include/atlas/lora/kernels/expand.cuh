@@ -114,8 +114,8 @@ ATLAS_HD inline std::int32_t total_output_tiles(Operands<T, Y> const& p) {
   return total;
 }
 
-/// Expands and folds one output tile of a projection that has a rank into y; `xa` is the projection's. A whole
-/// warp calls it.
+/// Expands and folds one output tile of a projection that has a rank into y; `xa` is the projection's. A
+/// whole warp calls it.
 template <class Source, bool Wide, Element T, Element Y>
 __device__ void expand_tile(RowTile<T> const& tile, Operands<T, Y> const& p, int projection,
                             std::int32_t output_tile, T const* xa) {
@@ -128,8 +128,8 @@ __device__ void expand_tile(RowTile<T> const& tile, Operands<T, Y> const& p, int
   Y* const y = target.y + row * target.y_row_stride + n;
   std::int64_t const valid = row >= 0 ? n_out - n : 0;
   Pack<Y> const before = load_pack<Wide>(y, valid);
-  Pack<T> const delta = expand_outputs<Wide>(cell, rank_of<Source>(tile, projection), n_out, first, xa,
-                                             p.xa_shared_stride);
+  Pack<T> const delta =
+      expand_outputs<Wide>(cell, rank_of<Source>(tile, projection), n_out, first, xa, p.xa_shared_stride);
   store_padded(y, folded(before, delta, cell.scale),
                static_cast<std::int32_t>(min(valid, std::int64_t{pack_elements})), Wide);
 }

@@ -26,8 +26,8 @@ inline constexpr int tile_weight_rows = 16;
 inline constexpr int tile_batch_rows = 8;
 
 __device__ inline int lane_index() { return static_cast<int>(threadIdx.x % warp_threads); }
-/// This thread's index, read where it stands: what follows from it is not worked out ahead of a loop, where it
-/// would hold registers all the way.
+/// This thread's index, read where it stands: what follows from it is not worked out ahead of a loop, where
+/// it would hold registers all the way.
 __device__ inline int thread_here() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

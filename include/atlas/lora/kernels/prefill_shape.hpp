@@ -57,6 +57,7 @@ class ShrinkUnits {
     tile_groups_ = tile_step_ == 2 ? half(tiles) : tiles;
   }
 
+  /// How many there are.
   [[nodiscard]] ATLAS_HD constexpr std::int32_t count() const noexcept {
     return segments_ * rank_groups_ * tile_groups_;
   }

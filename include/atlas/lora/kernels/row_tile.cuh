@@ -74,8 +74,8 @@ struct alignas(16) RowTileBytes {
   unsigned char bytes[sizeof(RowTile<T>)];
 };
 
-/// Fills the rows: lane i of the first `tile_rows` has row i of y and of x, or -1 for both. One warp calls it,
-/// whole.
+/// Fills the rows: lane i of the first `tile_rows` has row i of y and of x, or -1 for both. One warp calls
+/// it, whole.
 template <Element T>
 __device__ void set_rows(RowTile<T>& tile, std::int32_t row, std::int32_t x_row) {
   int const lane = lane_index();
@@ -161,8 +161,8 @@ struct PlanSource {
       bool const within = rows.slot >= 0 && rows.slot < table.max_slots && table.cells != nullptr;
       if (within) cell = load_cell(table.cell(rows.slot));
     }
-    bool const within = lane < min(rows.count, tile_rows) && rows.first >= 0 &&
-                        rows.first < plan.capacity_rows - lane;
+    bool const within =
+        lane < min(rows.count, tile_rows) && rows.first >= 0 && rows.first < plan.capacity_rows - lane;
     std::int32_t row = within ? plan.rows[rows.first + lane] : -1;
     if (row >= p.rows || row < 0) row = -1;
     set_rows(tile, row, row);

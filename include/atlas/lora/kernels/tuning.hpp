@@ -47,10 +47,10 @@ struct DeltaTuning {
 
 /// The tunings that the library compiles; `delta_tuning` picks among them. Kernels depend on the threads and
 /// blocks alone, so all of these are one kernel. Measured on one H200, 4096 -> 4096, bf16, rank 16 and 64,
-/// microseconds: {16} 1 row 3.2 and 4.0 ({8}: 3.4 and 5.8, {4}: 3.7 and 6.3); {8} 8 rows of 8 adapters 3.8 and
-/// 7.2 ({4}: 4.1 and 7.6, {16}: 4.6 and 6.4); {4} 32 rows of 32 adapters 5.6 and 18.8 ({8}: 8.4 and 20.3), 64
-/// rows of 32 adapters 5.4 and 14.8 ({8}: 5.8 and 11.3), 256 rows of 32 adapters 7.6 and 20.0 ({8}: 10.5 and
-/// 23.4).
+/// microseconds: {16} 1 row 3.2 and 4.0 ({8}: 3.4 and 5.8, {4}: 3.7 and 6.3); {8} 8 rows of 8 adapters 3.8
+/// and 7.2 ({4}: 4.1 and 7.6, {16}: 4.6 and 6.4); {4} 32 rows of 32 adapters 5.6 and 18.8 ({8}: 8.4
+/// and 20.3), 64 rows of 32 adapters 5.4 and 14.8 ({8}: 5.8 and 11.3), 256 rows of 32 adapters 7.6 and 20.0
+/// ({8}: 10.5 and 23.4).
 inline constexpr DeltaTuning delta_tunings[] = {
     {256, 16, 2, 2}, {256, 8, 2, 2}, {256, 4, 2, 2}, {256, 2, 2, 2}};
 
