@@ -9,6 +9,7 @@
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
+#include "atlas/lora/kernels/barrier.cuh"
 #include "atlas/lora/kernels/contraction.hpp"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/overlay_params.hpp"
@@ -16,15 +17,22 @@
 
 namespace atlas::lora::inline v0::detail {
 
-/// Batch rows of a streamed item. Float's sums live in registers of many lanes, which bound it.
+/// Most row tiles of a streamed item. Float's sums live in registers of many lanes, which bound it.
 template <Element T>
 inline constexpr int stream_tiles = sizeof(T) == 2 ? 8 : 1;
+/// Most row tiles of a spread item of a team of `Cluster` blocks: a block alone holds x of all segments.
+template <int Cluster, Element T>
+inline constexpr int most_down_tiles = sizeof(T) == 2 && Cluster > 1 ? 4 : 1;
+/// What a team of `Cluster` blocks can hold.
+template <int Cluster, Element T>
+inline constexpr HeadForm head_form{most_down_tiles<Cluster, T>, stream_tiles<T>* head_tile_rows};
 
 /// What the head's kernel takes.
 template <Element T, Element Y>
 struct HeadOperands {
   OverlayHeadParams<T, Y> params;
-  bool wide = false;  ///< x and the width of a row allow 16-byte loads
+  bool wide = false;             ///< x and the width of a row allow 16-byte loads
+  std::int32_t slice_packs = 0;  ///< packs of a slice of x that streams, a multiple of `stream_slice_unit`
 };
 
 /// One group of the plan and its slot's own rows of the head.
@@ -45,8 +53,9 @@ struct HeadBatch {
   HeadGroup<T> group[warp_threads];
   std::int32_t spread_end[warp_threads];
   std::int32_t streamed_end[warp_threads];
-  std::int32_t last;                                            ///< whether no group follows
-  std::int32_t stream_rows[stream_tiles<T> * tile_batch_rows];  ///< of the item that the block streams
+  std::int32_t last;      ///< whether no group follows
+  std::int32_t rows[64];  ///< of the block's item, -1 for none
+  Barrier full;           ///< the segment sums of an item that the block folds are there
 
   /// The group of spread item `item`, below `spread_end[31]`. The whole warp calls it.
   __device__ int spread_group(std::int32_t item) const { return count_up_to(spread_end, item); }
@@ -72,7 +81,7 @@ __device__ inline std::int32_t scan_warp(std::int32_t value) {
 }
 
 /// Loads the groups from `first` on. One warp calls it, whole.
-template <Element T, Element Y>
+template <int Cluster, Element T, Element Y>
 __device__ void load_head_groups(HeadBatch<T>& batch, HeadOperands<T, Y> const& p, std::int32_t first,
                                  std::int32_t teams) {
   RowPlan const& plan = p.params.plan;
@@ -90,7 +99,7 @@ __device__ void load_head_groups(HeadBatch<T>& batch, HeadOperands<T, Y> const& 
   // More rows than the table's largest would not fit what was sized by it; such a cell does nothing.
   bool const heads = cell.heads() && cell.head_count <= table.max_head_count;
   HeadWork const work =
-      head_work(heads ? cell.head_count : 0, mine.count, groups, teams, stream_tiles<T> * tile_batch_rows);
+      head_work(heads ? cell.head_count : 0, mine.count, groups, teams, head_form<Cluster, T>);
   bool const wide = p.wide && reinterpret_cast<std::uintptr_t>(cell.head_rows) % 16 == 0;
   batch.group[lane_index()] = HeadGroup<T>{
       cell.head_rows, cell.head_ids, cell.head_count, mine.first, mine.count, wide ? 1 : 0, work};
@@ -106,6 +115,15 @@ __device__ inline std::int32_t head_row(HeadOperands<T, Y> const& p, HeadGroup<T
   if (index >= group.rows) return -1;
   std::int32_t const row = p.params.plan.rows[group.first_row + index];
   return row >= 0 && row < p.params.rows ? row : -1;
+}
+
+/// Reads the rows of the item that begins at row `first` of a group into shared memory, -1 beyond them. The
+/// whole block calls it.
+template <Element T, Element Y>
+__device__ inline void find_item_rows(HeadBatch<T>& batch, HeadOperands<T, Y> const& p,
+                                      HeadGroup<T> const& group_of, std::int32_t first) {
+  auto const thread = static_cast<int>(threadIdx.x);
+  if (thread < group_of.work.item_rows) batch.rows[thread] = head_row(p, group_of, first + thread);
 }
 
 /// Where the four values of a lane's accumulator go: the logits of its weight rows, the rows of its columns;
@@ -126,13 +144,11 @@ __device__ inline void find_ids(HeadTarget& target, HeadOperands<T, Y> const& p,
     target.id[half] = id < p.params.table.vocab ? id : -1;
   }
 }
-/// The rows `first + 2 quad()` and one further on.
-template <Element T, Element Y>
-__device__ inline void find_rows(HeadTarget& target, HeadOperands<T, Y> const& p,
-                                 HeadGroup<T> const& group_of, std::int32_t first) {
+/// The rows of a row tile, from those of an item.
+__device__ inline void take_rows(HeadTarget& target, std::int32_t const* rows, int tile) {
 #pragma unroll
   for (int column = 0; column < 2; ++column) {
-    target.row[column] = head_row(p, group_of, first + 2 * quad() + column);
+    target.row[column] = rows[tile * tile_batch_rows + 2 * quad() + column];
   }
 }
 
@@ -150,10 +166,6 @@ __device__ inline void write_logits(HeadOperands<T, Y> const& p, HeadTarget cons
           round_to<Y>(value[half][column]);
     }
   }
-}
-
-__device__ inline float4 add_rn(float4 const& a, float4 const& b) {
-  return make_float4(add_rn(a.x, b.x), add_rn(a.y, b.y), add_rn(a.z, b.z), add_rn(a.w, b.w));
 }
 
 }  // namespace atlas::lora::inline v0::detail
