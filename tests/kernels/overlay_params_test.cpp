@@ -37,21 +37,21 @@ TEST_CASE("the items of the head's product cover every override and row exactly 
     for (std::int32_t const rows : {1, 7, 8, 9, 16, 17, 33, 64, 65, 130}) {
       for (std::int32_t const teams : {1, 16, 33, 132}) {
         for (std::int32_t const groups : {1, 5, 64}) {
-          for (HeadForm const form : {HeadForm{4, 64}, HeadForm{1, 64}, HeadForm{1, 8}}) {
+          for (HeadForm const form : {HeadForm{16, 4, 2, 64}, HeadForm{16, 2, 1, 64}, HeadForm{8, 4, 1, 8}}) {
             HeadWork const work = head_work(overrides, rows, groups, teams, form);
             INFO(overrides << " by " << rows << ", " << teams << " teams, " << groups << " groups, "
-                           << form.down_tiles << " tiles down, " << form.stream_rows << " rows");
+                           << form.tile_rows << " rows a tile, " << form.across_tiles << " by "
+                           << form.down_tiles);
             if (overrides * rows < 400000) CHECK(covers_once(work, overrides, rows));
             CHECK(work.streamed == streams(overrides, rows));
             if (work.streamed) {
               CHECK(work.item_rows <= form.stream_rows);
               continue;
             }
-            std::int32_t const down = work.item_rows / head_tile_rows;
-            CHECK((down == 1 || down == 2 || down == 4));
-            CHECK(down <= form.down_tiles);
-            CHECK(work.item_overrides / head_tile_overrides >= 1);
-            CHECK(work.item_overrides / head_tile_overrides <= most_across_tiles);
+            CHECK(work.item_rows % form.tile_rows == 0);
+            CHECK(work.item_rows <= form.tile_rows * form.down_tiles);
+            CHECK(work.item_overrides % head_tile_overrides == 0);
+            CHECK(work.item_overrides <= head_tile_overrides * form.across_tiles);
           }
         }
       }
@@ -59,16 +59,16 @@ TEST_CASE("the items of the head's product cover every override and row exactly 
   }
 }
 
-constexpr HeadForm form{4, 64};
+constexpr HeadForm form{16, 4, 2, 64};
 
 TEST_CASE("a spread item is one tile where teams are enough, and shares weights where batch rows are many") {
-  CHECK(head_work(3, 1, 1, 16, form) == HeadWork{16, 8, 1, 1, false});
-  CHECK(head_work(3, 64, 1, 16, form) == HeadWork{16, 8, 1, 8, false});
-  CHECK(head_work(300, 1, 1, 33, form) == HeadWork{16, 8, 19, 1, false});  // 19 tiles for 33 teams
-  CHECK(head_work(300, 1, 1, 16, form) == HeadWork{32, 8, 10, 1, false});
-  CHECK(head_work(300, 16, 1, 16, form) == HeadWork{32, 16, 10, 1, false});
+  CHECK(head_work(3, 1, 1, 16, form) == HeadWork{16, 16, 1, 1, false});
+  CHECK(head_work(3, 64, 1, 16, form) == HeadWork{16, 16, 1, 4, false});
+  CHECK(head_work(300, 1, 1, 33, form) == HeadWork{16, 16, 19, 1, false});  // 19 tiles for 33 teams
+  CHECK(head_work(300, 1, 1, 16, form) == HeadWork{32, 16, 10, 1, false});
+  CHECK(head_work(300, 17, 1, 16, form) == HeadWork{32, 32, 10, 1, false});
   CHECK(head_work(300, 64, 1, 16, form) == HeadWork{48, 32, 7, 2, false});
-  CHECK(head_work(300, 64, 1, 16, HeadForm{1, 64}) == HeadWork{64, 8, 5, 8, false});
+  CHECK(head_work(300, 64, 1, 16, HeadForm{16, 2, 1, 64}) == HeadWork{32, 16, 10, 4, false});
   CHECK(head_work(300, 12, 64, 33, form) == HeadWork{64, 16, 5, 1, false});  // many groups: large items
 }
 
@@ -80,7 +80,7 @@ TEST_CASE(
   CHECK(streams(4096, 17));
   CHECK(head_work(248320, 1, 1, 16, form) == HeadWork{128, 16, 1940, 1, true});
   CHECK(head_work(248320, 64, 1, 16, form) == HeadWork{256, 64, 970, 1, true});
-  CHECK(head_work(248320, 64, 1, 16, HeadForm{1, 8}) == HeadWork{128, 8, 1940, 8, true});  // of float
+  CHECK(head_work(248320, 64, 1, 16, HeadForm{8, 4, 1, 8}) == HeadWork{128, 8, 1940, 8, true});  // of float
   CHECK(head_work(248320, 8192, 1, 16, form).items() == 970 * 128);
   CHECK(may_stream(4096));
   CHECK_FALSE(may_stream(4095));

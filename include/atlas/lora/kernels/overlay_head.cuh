@@ -118,7 +118,7 @@ template <Element T, Element Y>
 HeadOperands<T, Y> head_operands(OverlayHeadParams<T, Y> const& params) noexcept {
   bool const aligned = reinterpret_cast<std::uintptr_t>(params.x) % 16 == 0 &&
                        params.x_row_stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
-  return {params, aligned && params.table.hidden % pack_elements == 0, 0};
+  return {params, aligned && params.table.hidden % pack_elements == 0, Contraction(params.table.hidden), 0};
 }
 
 template <int Cluster, Element T, Element Y>

@@ -17,21 +17,33 @@
 
 namespace atlas::lora::inline v0::detail {
 
+/// Batch rows of a tile of 16 override rows. In 16 bits x is the 16-row operand of the product and the
+/// weights are its columns, whose packs are operands as they come from memory.
+template <Element T>
+inline constexpr int head_tile_rows = sizeof(T) == 2 ? 16 : 8;
+/// Float4 values that a lane holds of a tile's sums.
+template <Element T>
+inline constexpr int tile_vectors = head_tile_rows<T> / 8;
 /// Most row tiles of a streamed item. Float's sums live in registers of many lanes, which bound it.
 template <Element T>
-inline constexpr int stream_tiles = sizeof(T) == 2 ? 8 : 1;
-/// Most row tiles of a spread item of a team of `Cluster` blocks: a block alone holds x of all segments.
+inline constexpr int stream_tiles = sizeof(T) == 2 ? 4 : 1;
+/// Most tiles of a spread item of a team of `Cluster` blocks, along the overrides and along the batch rows. A
+/// block alone holds the sums of all of them and x of more segments.
+template <int Cluster>
+inline constexpr int most_across_tiles = Cluster > 1 ? 4 : 2;
 template <int Cluster, Element T>
-inline constexpr int most_down_tiles = sizeof(T) == 2 && Cluster > 1 ? 4 : 1;
+inline constexpr int most_down_tiles = sizeof(T) == 2 && Cluster > 1 ? 2 : 1;
 /// What a team of `Cluster` blocks can hold.
 template <int Cluster, Element T>
-inline constexpr HeadForm head_form{most_down_tiles<Cluster, T>, stream_tiles<T>* head_tile_rows};
+inline constexpr HeadForm head_form{head_tile_rows<T>, most_across_tiles<Cluster>,
+                                    most_down_tiles<Cluster, T>, stream_tiles<T>* head_tile_rows<T>};
 
 /// What the head's kernel takes.
 template <Element T, Element Y>
 struct HeadOperands {
   OverlayHeadParams<T, Y> params;
   bool wide = false;             ///< x and the width of a row allow 16-byte loads
+  Contraction cut;               ///< of the width of a row; here, where it takes no registers
   std::int32_t slice_packs = 0;  ///< packs of a slice of x that streams, a multiple of `stream_slice_unit`
 };
 
@@ -54,6 +66,7 @@ struct HeadBatch {
   std::int32_t spread_end[warp_threads];
   std::int32_t streamed_end[warp_threads];
   std::int32_t last;      ///< whether no group follows
+  std::int32_t ids[64];   ///< of the block's spread item, -1 for none
   std::int32_t rows[64];  ///< of the block's item, -1 for none
   Barrier full;           ///< the segment sums of an item that the block folds are there
 
@@ -125,30 +138,58 @@ __device__ inline void find_item_rows(HeadBatch<T>& batch, HeadOperands<T, Y> co
   auto const thread = static_cast<int>(threadIdx.x);
   if (thread < group_of.work.item_rows) batch.rows[thread] = head_row(p, group_of, first + thread);
 }
+/// The logit of override row `j` of a group; -1 for none.
+template <Element T, Element Y>
+__device__ inline std::int32_t head_id(HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of,
+                                       std::int32_t j) {
+  std::int32_t const id = j < group_of.overrides ? group_of.ids[j] : -1;
+  return id < p.params.table.vocab ? id : -1;
+}
+/// Likewise the ids of a spread item from override row `first` on, by threads that `find_item_rows` leaves.
+template <Element T, Element Y>
+__device__ inline void find_item_ids(HeadBatch<T>& batch, HeadOperands<T, Y> const& p,
+                                     HeadGroup<T> const& group_of, std::int32_t first) {
+  auto const thread = static_cast<int>(threadIdx.x) - 64;
+  if (thread >= 0 && thread < group_of.work.item_overrides) {
+    batch.ids[thread] = head_id(p, group_of, first + thread);
+  }
+}
 
-/// Where the four values of a lane's accumulator go: the logits of its weight rows, the rows of its columns;
-/// negative for nowhere.
+/// Where one of a lane's float4 values of a tile's sums goes: to the logits `id` of the rows `row`; negative
+/// for nowhere. In 16 bits x and y are of the first row, z and w of the second, and x and z of the first id;
+/// in float it is the other way round.
 struct HeadTarget {
   std::int32_t id[2];
   std::int32_t row[2];
 };
 
-/// The logits of override rows `first + group()` and 8 further on.
+/// The override row of a tile that `HeadTarget::id[i]` of vector `vector` is of.
+template <Element T>
+__device__ inline int tile_override(int vector, int i) {
+  return sizeof(T) == 2 ? vector * 8 + 2 * quad() + i : i * tile_batch_rows + group();
+}
+/// The logits of vector `vector` of the tile of override rows from `first` on.
 template <Element T, Element Y>
 __device__ inline void find_ids(HeadTarget& target, HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of,
-                                std::int32_t first) {
+                                std::int32_t first, int vector) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    std::int32_t const j = first + half * tile_batch_rows + group();
-    std::int32_t const id = j < group_of.overrides ? group_of.ids[j] : -1;
-    target.id[half] = id < p.params.table.vocab ? id : -1;
+  for (int i = 0; i < 2; ++i) target.id[i] = head_id(p, group_of, first + tile_override<T>(vector, i));
+}
+/// Likewise of tile `tile`, from those of an item.
+template <Element T>
+__device__ inline void take_ids(HeadTarget& target, std::int32_t const* ids, int tile, int vector) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    target.id[i] = ids[tile * head_tile_overrides + tile_override<T>(vector, i)];
   }
 }
-/// The rows of a row tile, from those of an item.
+/// The rows of row tile `tile`, from those of an item.
+template <Element T>
 __device__ inline void take_rows(HeadTarget& target, std::int32_t const* rows, int tile) {
 #pragma unroll
-  for (int column = 0; column < 2; ++column) {
-    target.row[column] = rows[tile * tile_batch_rows + 2 * quad() + column];
+  for (int i = 0; i < 2; ++i) {
+    int const local = sizeof(T) == 2 ? group() + i * tile_batch_rows : 2 * quad() + i;
+    target.row[i] = rows[tile * head_tile_rows<T> + local];
   }
 }
 
@@ -158,12 +199,12 @@ __device__ inline void write_logits(HeadOperands<T, Y> const& p, HeadTarget cons
                                     float4 const& sum) {
   float const value[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      if (target.id[half] < 0 || target.row[column] < 0) continue;
-      p.params.logits[target.row[column] * p.params.logits_row_stride + target.id[half]] =
-          round_to<Y>(value[half][column]);
+    for (int r = 0; r < 2; ++r) {
+      if (target.id[i] < 0 || target.row[r] < 0) continue;
+      p.params.logits[target.row[r] * p.params.logits_row_stride + target.id[i]] =
+          round_to<Y>(sizeof(T) == 2 ? value[r][i] : value[i][r]);
     }
   }
 }

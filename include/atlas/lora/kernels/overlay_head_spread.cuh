@@ -26,18 +26,19 @@
 
 namespace atlas::lora::inline v0::detail {
 
-/// Most tiles of an item that one block of a team folds, a warp each.
+/// Most tiles of an item that one block of a team folds, a warp each of their vectors.
 template <int Cluster, Element T>
-inline constexpr int folded_tiles = (most_across_tiles * most_down_tiles<Cluster, T> + Cluster - 1) / Cluster;
-static_assert(folded_tiles<1, float> <= head_warps);
-/// Bytes of the segment sums that a block folds: `[segment][folded tile][lane]`.
+inline constexpr int folded_tiles =
+    (most_across_tiles<Cluster> * most_down_tiles<Cluster, T> + Cluster - 1) / Cluster;
+/// Bytes of the segment sums that a block folds: `[segment][folded tile][vector][lane]`.
 template <int Cluster, Element T>
 inline constexpr std::size_t folded_bytes =
-    sizeof(float4) * max_segments* folded_tiles<Cluster, T>* warp_threads;
+    sizeof(float4) * max_segments* folded_tiles<Cluster, T>* tile_vectors<T>* warp_threads;
 /// Bytes of x of a window of blocks of k: of all segments that warps multiply together, a step or more each.
-inline constexpr std::size_t spread_x_bytes = std::size_t{32} << 10;
+template <int Cluster>
+inline constexpr std::size_t spread_x_bytes = std::size_t{Cluster > 1 ? 32 : 64} << 10;
 template <int Cluster, Element T>
-inline constexpr std::size_t spread_bytes = folded_bytes<Cluster, T> + spread_x_bytes;
+inline constexpr std::size_t spread_bytes = folded_bytes<Cluster, T> + spread_x_bytes<Cluster>;
 
 /// One spread item of a team of `Cluster` blocks, as one of them sees it. `Down` are its row tiles.
 template <bool Wide, int Cluster, int Down, Element T, Element Y>
@@ -48,8 +49,7 @@ class SpreadItem {
       : p_(p),
         batch_(batch),
         group_of_(group_of),
-        cut_(p.params.table.hidden),
-        own_(share_of(cut_.segments(), Cluster, block)),
+        own_(share_of(p.cut.segments(), Cluster, block)),
         first_override_(group_of.work.first_override(index)),
         first_row_(group_of.work.first_row(index)),
         across_(group_of.work.item_overrides / head_tile_overrides),
@@ -68,8 +68,6 @@ class SpreadItem {
         cluster_arrive();
       }
     }
-    HeadTarget target{};
-    int const tile = warp_ * Cluster + block_;
     std::int32_t const tasks = own_.size() * across_;
 #pragma unroll 1
     for (std::int32_t task = 0; task == 0 || task < tasks; task += head_warps) {
@@ -77,13 +75,13 @@ class SpreadItem {
       std::int32_t const segment = works ? (task + warp_) / across_ : 0;
       std::int32_t const m = task + warp_ - segment * across_;
       bool const exists = works && override_of(m) < group_of_.overrides;
-      BlockRange const blocks = cut_.segment(own_.first + segment);
-      Walk walk(group_of_, p_.params.table.hidden, override_of(exists ? m : 0), cut_,
+      BlockRange const blocks = p_.cut.segment(own_.first + segment);
+      Walk walk(group_of_, p_.params.table.hidden, override_of(exists ? m : 0), p_.cut,
                 exists ? blocks : BlockRange{blocks.first, blocks.first});
       if (task == 0) {
-        if (!first) __syncthreads();  // the rows of the item before have been folded
+        if (!first) __syncthreads();  // rows and ids of the item before have been folded
         find_item_rows(batch_, p_, group_of_, first_row_);
-        if (folds(tile)) find_ids(target, p_, group_of_, override_of(tile % across_));
+        find_item_ids(batch_, p_, group_of_, first_override_);
         if (!entered) enter();
         entered = true;
         __syncthreads();
@@ -92,11 +90,13 @@ class SpreadItem {
       if (Cluster > 1 && task == 0) cluster_wait();
       if (exists) send(walk, m, own_.first + segment);
     }
-    fold(target, tile, parity);
+    fold(warp_ / vectors * Cluster + block_, parity);
   }
 
  private:
   using Walk = HeadWalk<Wide, 1, Down, T>;
+  static constexpr int vectors = tile_vectors<T>;
+  static_assert(folded_tiles<Cluster, T> * vectors <= head_warps);
 
   __device__ std::int32_t override_of(std::int32_t m) const {
     return first_override_ + m * head_tile_overrides;
@@ -104,7 +104,7 @@ class SpreadItem {
   /// Whether tile `tile` of the item exists. Tile `m + across * t` is the t-th along the batch rows.
   __device__ bool folds(int tile) const {
     return tile < across_ * Down && override_of(tile % across_) < group_of_.overrides &&
-           first_row_ + tile / across_ * head_tile_rows < group_of_.rows;
+           first_row_ + tile / across_ * head_tile_rows<T> < group_of_.rows;
   }
 
   /// Walks this warp's blocks from `first_block` on, while the block copies x of the segments of tasks `task`
@@ -113,24 +113,30 @@ class SpreadItem {
                            std::int32_t first_block) {
     std::int32_t const first = task / across_;
     std::int32_t const segments = max((min(task + head_warps, tasks) - 1) / across_ - first + 1, 1);
-    constexpr auto packs = static_cast<std::int32_t>(spread_x_bytes / sizeof(Pack<T>));
-    std::int32_t const window = packs / (Down * warp_threads) / segments / Walk::ahead * Walk::ahead;
+    constexpr auto packs = static_cast<std::int32_t>(spread_x_bytes<Cluster> / sizeof(Pack<T>));
+    std::int32_t const window = packs / (Down * tile_packs<T>) / segments / Walk::ahead * Walk::ahead;
 #pragma unroll 1
-    for (std::int32_t w = 0; w < cut_.segment_blocks(); w += window) {
+    for (std::int32_t w = 0; w < p_.cut.segment_blocks(); w += window) {
       if (task + w > 0) __syncthreads();  // the window before is done with
+      // Each warp copies and orders some of the blocks.
+      auto const each_block = [&](auto const& visit) {
 #pragma unroll 1
-      for (std::int32_t s = 0; s < segments && first + s < own_.size(); ++s) {
-        BlockRange const of = cut_.segment(own_.first + first + s);
+        for (std::int32_t s = 0; s < segments && first + s < own_.size(); ++s) {
+          BlockRange const of = p_.cut.segment(own_.first + first + s);
 #pragma unroll 1
-        for (std::int32_t b = warp_; b < window && of.first + w + b < of.last; b += head_warps) {
-          copy_x_block<Wide, Down>(x_ + (s * window + b) * Down * warp_threads, p_, batch_.rows,
-                                   of.first + w + b);
+          for (std::int32_t b = warp_; b < window && of.first + w + b < of.last; b += head_warps) {
+            visit(x_ + (s * window + b) * Down * tile_packs<T>, of.first + w + b);
+          }
         }
-      }
+      };
+      each_block(
+          [&](Pack<T>* to, std::int32_t block) { copy_x_block<Wide, Down>(to, p_, batch_.rows, block); });
       commit_copies();
       wait_copies<0>();
+      each_block([](Pack<T>* at, std::int32_t) { order_x_block<Down>(at); });
       __syncthreads();
-      walk.to(first_block + w + window, x_ + (segment - first) * window * Down * warp_threads, KeepSegment{});
+      walk.to(first_block + w + window, x_ + (segment - first) * window * Down * tile_packs<T>,
+              KeepSegment{});
     }
   }
 
@@ -139,22 +145,26 @@ class SpreadItem {
 #pragma unroll
     for (int t = 0; t < Down; ++t) {
       int const tile = m + across_ * t;
-      if (first_row_ + t * head_tile_rows >= group_of_.rows) continue;
-      float4* const place =
-          sums_ + (segment * folded_tiles<Cluster, T> + tile / Cluster) * warp_threads + lane_index();
-      if constexpr (Cluster == 1) {
-        *place = walk.segment(t);
-      } else {
-        auto const to = static_cast<std::uint32_t>(tile % Cluster);
-        detail::send(address_in_block(shared_address(place), to), walk.segment(t),
-                     address_in_block(shared_address(&batch_.full), to));
+      if (first_row_ + t * head_tile_rows<T> >= group_of_.rows) continue;
+      auto const to = static_cast<std::uint32_t>(tile % Cluster);
+      float4* const place = sums_ +
+                            (segment * folded_tiles<Cluster, T> + tile / Cluster) * vectors * warp_threads +
+                            lane_index();
+#pragma unroll
+      for (int v = 0; v < vectors; ++v) {
+        if constexpr (Cluster == 1) {
+          place[v * warp_threads] = walk.segment(t * vectors + v);
+        } else {
+          detail::send(address_in_block(shared_address(place + v * warp_threads), to),
+                       walk.segment(t * vectors + v), address_in_block(shared_address(&batch_.full), to));
+        }
       }
     }
   }
 
-  /// Folds the tile that is this warp's, if it is one, into the logits.
-  __device__ void fold(HeadTarget target, int tile, int& parity) {
-    int const segments = cut_.segments();
+  /// Folds this warp's vector of its tile, if there is one, into the logits.
+  __device__ void fold(int tile, int& parity) {
+    int const segments = p_.cut.segments();
     if constexpr (Cluster == 1) {
       __syncthreads();
     } else {
@@ -163,8 +173,8 @@ class SpreadItem {
       for (int i = 0; i < folded_tiles<Cluster, T>; ++i) folded += folds(i * Cluster + block_) ? 1 : 0;
       if (folded == 0) return;
       if (threadIdx.x == 0) {
-        batch_.full.arrive_expecting(
-            static_cast<std::uint32_t>(segments * folded * warp_threads * static_cast<int>(sizeof(float4))));
+        batch_.full.arrive_expecting(static_cast<std::uint32_t>(segments * folded * vectors * warp_threads) *
+                                     sizeof(float4));
       }
       // Every warp waits, so that none can be a phase behind.
       batch_.full.wait(static_cast<std::uint32_t>(parity));
@@ -175,16 +185,17 @@ class SpreadItem {
     float4 total = own[0];
 #pragma unroll
     for (int s = 1; s < max_segments; ++s) {
-      if (s < segments) total = add_rn(total, own[s * folded_tiles<Cluster, T> * warp_threads]);
+      if (s < segments) total = add_rn(total, own[s * folded_tiles<Cluster, T> * vectors * warp_threads]);
     }
-    take_rows(target, batch_.rows, tile / across_);
+    HeadTarget target;
+    take_ids<T>(target, batch_.ids, tile % across_, warp_ % vectors);
+    take_rows<T>(target, batch_.rows, tile / across_);
     write_logits(p_, target, total);
   }
 
   HeadOperands<T, Y> const& p_;
   HeadBatch<T>& batch_;
   HeadGroup<T> const& group_of_;
-  Contraction cut_;
   Share own_;  ///< the block's segments
   std::int32_t first_override_;
   std::int32_t first_row_;
@@ -213,9 +224,8 @@ __device__ void spread_item(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, He
       run.template operator()<false, Down>();
     }
   };
-  if constexpr (most_down_tiles<Cluster, T> == 4) {
-    if (group_of.work.item_rows == 4 * head_tile_rows) return run_down.template operator()<4>();
-    if (group_of.work.item_rows == 2 * head_tile_rows) return run_down.template operator()<2>();
+  if constexpr (most_down_tiles<Cluster, T> == 2) {
+    if (group_of.work.item_rows == 2 * head_tile_rows<T>) return run_down.template operator()<2>();
   }
   run_down.template operator()<1>();
 }

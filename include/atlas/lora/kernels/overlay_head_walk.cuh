@@ -56,70 +56,129 @@ __device__ inline Pack<T> read_weights(T const* p, std::int32_t valid) {
   }
 }
 
-/// Copies x of one block of k of `Tiles` row tiles to shared memory as `HeadWalk` reads it. `rows` are the
-/// tiles' rows, -1 for none, which is zero. One warp calls it, whole.
+/// One chain of blocks of a tile: 16 override rows by `head_tile_rows<T>` batch rows. The order of sums is
+/// contraction.hpp's; which operand of the product is which makes no difference to it.
+template <Element T>
+class TileSum {
+ public:
+  /// Adds a block: weight rows `group()` and `group() + 8`, and this lane's packs of x as they lie.
+  __device__ void add(Pack<T> const& low, Pack<T> const& high, Pack<T> const (&x)[tile_vectors<T>]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      std::uint32_t const(&a)[4] = x[i].word;
+      mma_m16n8k16<T>(low_, a[0], a[1], a[2], a[3], low.word[2 * i], low.word[2 * i + 1]);
+      mma_m16n8k16<T>(high_, a[0], a[1], a[2], a[3], high.word[2 * i], high.word[2 * i + 1]);
+    }
+  }
+  /// The chain's values; nothing may be added after.
+  __device__ void finish(float4 (&sum)[tile_vectors<T>]) const {
+    sum[0] = make_float4(low_[0], low_[1], low_[2], low_[3]);
+    sum[1] = make_float4(high_[0], high_[1], high_[2], high_[3]);
+  }
+
+ private:
+  float low_[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+  float high_[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+};
+template <>
+class TileSum<float> {
+ public:
+  __device__ void add(Pack<float> const& low, Pack<float> const& high, Pack<float> const (&x)[1]) {
+    chain_.add(low, high, x[0]);
+  }
+  __device__ void finish(float4 (&sum)[1]) const { sum[0] = chain_.finish(); }
+
+ private:
+  Accumulator<float> chain_;
+};
+
+/// Packs of x of one block of k of a row tile, `tile_vectors` a lane.
+template <Element T>
+inline constexpr int tile_packs = tile_vectors<T>* warp_threads;
+
+/// Copies x of one block of k of `Tiles` row tiles to shared memory. `rows` are the tiles' rows; in the place
+/// of one that is -1 stands what stood there, since batch rows do not mix. One warp calls it, whole.
 template <bool Wide, int Tiles, Element T, Element Y>
 __device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, std::int32_t const* rows,
                                     std::int32_t block) {
   std::int64_t const k = k_of(block, quad(), 0);
   std::int64_t const left = p.params.table.hidden - k;
-#pragma unroll(Wide ? Tiles : 1)
-  for (int t = 0; t < Tiles; ++t) {
+#pragma unroll(Wide ? Tiles* tile_vectors <T> : 1)
+  for (int t = 0; t < Tiles * tile_vectors<T>; ++t) {
     std::int32_t const row = rows[t * tile_batch_rows + group()];
-    bool const there = row >= 0 && left > 0;
+    if (row < 0) continue;
     copy_pack<Wide>(to + t * warp_threads + lane_index(),
-                    there ? p.params.x + row * p.params.x_row_stride + k : p.params.x, there ? left : 0);
+                    left > 0 ? p.params.x + row * p.params.x_row_stride + k : p.params.x,
+                    left > 0 ? left : 0);
+  }
+}
+/// Makes operands of what this lane's `copy_x_block` brought, after it was waited for: in 16 bits the words
+/// of rows `group()` and `group() + 8` take turns.
+template <int Tiles, Element T>
+__device__ inline void order_x_block(Pack<T>* x) {
+  if constexpr (sizeof(T) == 2) {
+    x += lane_index();
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t, x += tile_packs<T>) {
+      Pack<T> const low = read_pack(x), high = read_pack(x + warp_threads);
+      auto* const to = reinterpret_cast<uint4*>(x);
+      to[0] = make_uint4(low.word[0], high.word[0], low.word[1], high.word[1]);
+      to[warp_threads] = make_uint4(low.word[2], high.word[2], low.word[3], high.word[3]);
+    }
   }
 }
 
 /// A fold for a walk over one segment, whose sums the walk keeps.
 struct KeepSegment {};
 
-/// A warp's walk over blocks of k: 16 `Up` override rows by 8 `Tiles` batch rows.
+/// A warp's walk over blocks of k: `Up` tiles of override rows by `Tiles` row tiles.
 template <bool Wide, int Up, int Tiles, Element T>
 class HeadWalk {
  public:
   static constexpr int ahead = blocks_ahead<Wide, Up, T>;
-  static constexpr int sums = Up * Tiles;
+  /// Float4 values of its sums: `[override tile][row tile][vector]`.
+  static constexpr int sums = Up * Tiles * tile_vectors<T>;
 
   /// Asks for the first weights of `blocks`, which begin a segment; of no more when they are none. Override
-  /// rows from `first_override` on; in the place of those that do not exist stands one that does.
-  __device__ HeadWalk(HeadGroup<T> const& group_of, std::int64_t hidden, std::int32_t first_override,
+  /// rows from `first_override` on; those that do not exist are zero.
+  __device__ HeadWalk(HeadGroup<T> const& group_of, std::int64_t const& hidden, std::int32_t first_override,
                       Contraction const& cut, BlockRange blocks)
-      : left_(static_cast<std::int32_t>(hidden) - quad() * pack_elements),
+      : hidden_(hidden),
+        left_(min(static_cast<std::int32_t>(hidden), blocks.last * block_elements) -
+              blocks.first * block_elements - quad() * pack_elements),
         next_(blocks.first),
-        cut_(cut),
-        blocks_(blocks) {
+        last_(blocks.last),
+        cut_(cut) {
+    std::int32_t const j = first_override + group();
+    rows_ = group_of.overrides - j;
+    from_ = group_of.weights + (rows_ > 0 ? j : 0) * hidden + k_of(blocks.first, quad(), 0);
 #pragma unroll
-    for (int r = 0; r < 2 * Up; ++r) {
-      std::int32_t const j = min(first_override + r * tile_batch_rows + group(), group_of.overrides - 1);
-      from_[r] = group_of.weights + j * hidden + quad() * pack_elements;
-    }
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) ask(i, blocks.first + i);
+    for (int i = 0; i < ahead; ++i) ask(i);
+    advance();
     segment_end_ = min(blocks.first + cut.segment_blocks(), blocks.last);
     chunk_end_ = min(blocks.first + cut.chunk_blocks(), segment_end_);
 #pragma unroll
     for (int c = 0; c < sums; ++c) segment_[c] = fold_start();
   }
 
-  /// Walks on to block `last` or to the end. `x` is shared memory, `[block][row tile][lane]` from the next
+  /// Walks on to block `last` or to the end. `x` is ordered shared memory, `[block][row tile]` from the next
   /// block on, and readable for a multiple of `ahead` blocks; `last` is so many from where the walk began.
   /// `fold(c, sum)` is told every segment's sums, unless it is `KeepSegment`.
   template <class Fold>
   __device__ void to(std::int32_t last, Pack<T> const* x, Fold const& fold) {
-    last = min(last, blocks_.last);
+    last = min(last, last_);
 #pragma unroll 1
     while (next_ < last) {
       // Blocks behind the last weigh nothing and come after the last chunk's end.
 #pragma unroll
       for (int i = 0; i < ahead; ++i) {
-        multiply(i, x + i * Tiles * warp_threads);
-        ask(i, next_ + ahead);
-        ++next_;
-        if (next_ == chunk_end_) end_chunk(fold);
+        multiply(i, x + i * Tiles * tile_packs<T>);
+        ask(i);
+        if (next_ + i + 1 == chunk_end_) end_chunk(fold);
       }
-      x += ahead * Tiles * warp_threads;
+      next_ += ahead;
+      advance();
+      x += ahead * Tiles * tile_packs<T>;
     }
   }
 
@@ -127,16 +186,26 @@ class HeadWalk {
   [[nodiscard]] __device__ float4 const& segment(int c) const { return segment_[c]; }
 
  private:
-  __device__ void ask(int i, std::int32_t block) {
-    std::int32_t const k = block * block_elements;  // a width is at most 2^30
-    std::int32_t const valid = block < blocks_.last ? left_ - k : 0;
+  /// Asks for the `i`-th block of the step that `from_` is at.
+  __device__ void ask(int i) {
 #pragma unroll
-    for (int r = 0; r < 2 * Up; ++r) weights_[i][r] = read_weights<Wide>(from_[r] + k, valid);
+    for (int r = 0; r < 2 * Up; ++r) {
+      std::int32_t const valid = r * tile_batch_rows < rows_ ? left_ - i * block_elements : 0;
+      weights_[i][r] = read_weights<Wide>(from_ + r * tile_batch_rows * hidden_ + i * block_elements, valid);
+    }
+  }
+  __device__ void advance() {
+    left_ -= ahead * block_elements;
+    from_ += ahead * block_elements;
   }
   __device__ void multiply(int i, Pack<T> const* x) {
 #pragma unroll
     for (int t = 0; t < Tiles; ++t) {
-      Pack<T> const pack = read_pack(x + t * warp_threads + lane_index());
+      Pack<T> pack[tile_vectors<T>];
+#pragma unroll
+      for (int v = 0; v < tile_vectors<T>; ++v) {
+        pack[v] = read_pack(x + t * tile_packs<T> + v * warp_threads + lane_index());
+      }
 #pragma unroll
       for (int u = 0; u < Up; ++u)
         chunk_[u * Tiles + t].add(weights_[i][2 * u], weights_[i][2 * u + 1], pack);
@@ -145,9 +214,14 @@ class HeadWalk {
   template <class Fold>
   __device__ void end_chunk(Fold const& fold) {
 #pragma unroll
-    for (int c = 0; c < sums; ++c) {
-      segment_[c] = add_rn(segment_[c], chunk_[c].finish());
-      chunk_[c] = Accumulator<T>();
+    for (int c = 0; c < Up * Tiles; ++c) {
+      float4 sum[tile_vectors<T>];
+      chunk_[c].finish(sum);
+#pragma unroll
+      for (int v = 0; v < tile_vectors<T>; ++v) {
+        segment_[c * tile_vectors<T> + v] = add_rn(segment_[c * tile_vectors<T> + v], sum[v]);
+      }
+      chunk_[c] = TileSum<T>();
     }
     if constexpr (!std::is_same_v<Fold, KeepSegment>) {
       if (chunk_end_ == segment_end_) {
@@ -156,22 +230,24 @@ class HeadWalk {
           fold(c, segment_[c]);
           segment_[c] = fold_start();
         }
-        segment_end_ = min(segment_end_ + cut_.segment_blocks(), blocks_.last);
+        segment_end_ = min(segment_end_ + cut_.segment_blocks(), last_);
       }
     }
     chunk_end_ = min(chunk_end_ + cut_.chunk_blocks(), segment_end_);
   }
 
-  T const* from_[2 * Up];
-  std::int32_t left_;  ///< elements of a row from this lane's first on
+  T const* from_;  ///< of the first override row, where it is asked for next
+  std::int64_t const& hidden_;
+  std::int32_t rows_;  ///< override rows from this lane's first on
+  std::int32_t left_;  ///< elements of the walk from this lane's first there on
   Pack<T> weights_[ahead][2 * Up];
-  Accumulator<T> chunk_[sums];
+  TileSum<T> chunk_[Up * Tiles];
   float4 segment_[sums];
   std::int32_t next_;
   std::int32_t chunk_end_;
   std::int32_t segment_end_;
-  Contraction cut_;
-  BlockRange blocks_;
+  std::int32_t last_;
+  Contraction const& cut_;
 };
 
 }  // namespace atlas::lora::inline v0::detail

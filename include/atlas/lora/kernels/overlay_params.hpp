@@ -54,13 +54,10 @@ namespace detail {
 
 /// Warps of a block of the head's kernel.
 inline constexpr std::int32_t head_warps = 8;
-/// Override rows and batch rows of a multiplied tile.
+/// Override rows of a multiplied tile.
 inline constexpr std::int32_t head_tile_overrides = 16;
-inline constexpr std::int32_t head_tile_rows = 8;
-/// Most tiles along the overrides of an item whose k is spread over a team's warps.
-inline constexpr std::int32_t most_across_tiles = 4;
 /// Most batch rows of a streamed item that are few: its warps take one tile of overrides, else two.
-inline constexpr std::int32_t few_stream_rows = 2 * head_tile_rows;
+inline constexpr std::int32_t few_stream_rows = 16;
 
 /// From how many overrides on a group's rows stream: with fewer, whole blocks for 128 rows or more each would
 /// leave most of a machine without work; with more, batch rows must share one read of the weights.
@@ -74,8 +71,10 @@ inline constexpr std::int32_t few_stream_rows = 2 * head_tile_rows;
 
 /// What a form of the kernel can hold.
 struct HeadForm {
-  std::int32_t down_tiles = 1;   ///< most tiles along the batch rows of a spread item; a power of 2
-  std::int32_t stream_rows = 0;  ///< most batch rows of a streamed item
+  std::int32_t tile_rows = 0;     ///< batch rows of a tile
+  std::int32_t across_tiles = 1;  ///< most tiles along the overrides of a spread item
+  std::int32_t down_tiles = 1;    ///< most of them along the batch rows; a power of 2
+  std::int32_t stream_rows = 0;   ///< most batch rows of a streamed item
 };
 
 /// How one group's product, overrides by batch rows, is cut into items. Spread: a team of blocks takes an
@@ -120,7 +119,7 @@ struct HeadWork {
   }
   std::int32_t const own_teams = groups > 1 ? (teams > groups ? teams / groups : 1) : teams;
   std::int32_t const all_across = parts_of(overrides, head_tile_overrides);
-  std::int32_t down = parts_of(rows, head_tile_rows);
+  std::int32_t down = parts_of(rows, form.tile_rows);
   std::int32_t across_tiles = 1;
   std::int32_t down_tiles = 1;
   while (down > 1 && down_tiles<form.down_tiles&& static_cast<std::int64_t>(all_across) * down> own_teams) {
@@ -130,9 +129,9 @@ struct HeadWork {
   if (static_cast<std::int64_t>(all_across) * down > own_teams) {
     std::int32_t const along = down == 1 ? own_teams : own_teams > down ? own_teams / down : 1;
     across_tiles = parts_of(all_across, along);
-    if (across_tiles > most_across_tiles) across_tiles = most_across_tiles;
+    if (across_tiles > form.across_tiles) across_tiles = form.across_tiles;
   }
-  return HeadWork{across_tiles * head_tile_overrides, down_tiles * head_tile_rows,
+  return HeadWork{across_tiles * head_tile_overrides, down_tiles * form.tile_rows,
                   across_tiles == 1 ? all_across : parts_of(all_across, across_tiles), down, false};
 }
 
