@@ -51,36 +51,32 @@ __global__ void __launch_bounds__(head_threads, head_blocks<Streams>)
   auto const team = static_cast<std::int32_t>(blockIdx.x) / Cluster;
   int const block = static_cast<int>(blockIdx.x) % Cluster;
   if (Cluster > 1 && threadIdx.x == head_threads - 1) {
+    batch.phase = 1;  // the first item's is the one after
     batch.full.init(1);
     publish_barriers();
   }
   bool entered = !p.params.inputs_settled;
   if (entered) enter();
-  bool first_item = true;
-  int parity = 0;
-  // The next items of this team and this block, counted from the batch's first.
-  std::int32_t item = team;
-  auto stream = static_cast<std::int32_t>(blockIdx.x);
-  for (std::int32_t first = 0;; first += warp_threads) {
+  for (bool more = false;; more = true) {
     __syncthreads();
-    if (threadIdx.x < warp_threads) load_head_groups<Cluster>(batch, p, first, teams);
-    __syncthreads();
-    std::int32_t const spread = batch.spread_end[warp_threads - 1];
-    for (; item < spread; item += teams) {
-      int const g = batch.spread_group(item);
-      spread_item<Cluster>(p, batch, batch.group[g], item - (g == 0 ? 0 : batch.spread_end[g - 1]), block,
-                           work, first_item, parity, entered);
-      first_item = false;
+    if (threadIdx.x < warp_threads) {
+      if (threadIdx.x == 0) batch.find_next(more, team, teams, blocks);
+      __syncwarp();
+      load_head_groups<Cluster>(batch, p, teams);
     }
-    item -= spread;
+    __syncthreads();
+    for (std::int32_t item = batch.next_spread; item < batch.spread_end[warp_threads - 1]; item += teams) {
+      int const g = batch.spread_group(item);
+      bool const first_item = batch.first == 0 && item < teams;
+      spread_item<Cluster>(p, batch, batch.group[g], item - (g == 0 ? 0 : batch.spread_end[g - 1]), block,
+                           work, first_item, entered);
+    }
     if constexpr (Streams) {
-      std::int32_t const streamed = batch.streamed_end[warp_threads - 1];
-      for (; stream < streamed; stream += blocks) {
-        int const g = batch.streamed_group(stream);
-        stream_item(p, batch, batch.group[g], stream - (g == 0 ? 0 : batch.streamed_end[g - 1]), work,
-                    entered);
+      for (std::int32_t item = batch.next_streamed; item < batch.streamed_end[warp_threads - 1];
+           item += blocks) {
+        int const g = batch.streamed_group(item);
+        stream_item(p, batch, batch.group[g], item - (g == 0 ? 0 : batch.streamed_end[g - 1]), work, entered);
       }
-      stream -= streamed;
     }
     if (batch.last != 0) break;
   }

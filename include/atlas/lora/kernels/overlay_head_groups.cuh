@@ -65,16 +65,33 @@ struct HeadBatch {
   HeadGroup<T> group[warp_threads];
   std::int32_t spread_end[warp_threads];
   std::int32_t streamed_end[warp_threads];
-  std::int32_t last;      ///< whether no group follows
-  std::int32_t ids[64];   ///< of the block's spread item, -1 for none
-  std::int32_t rows[64];  ///< of the block's item, -1 for none
-  Barrier full;           ///< the segment sums of an item that the block folds are there
+  std::int32_t first;          ///< of these groups in the plan
+  std::int32_t next_spread;    ///< the block's first item of these groups
+  std::int32_t next_streamed;  ///< likewise
+  std::int32_t last;           ///< whether no group follows
+  std::int32_t ids[64];        ///< of the block's spread item, -1 for none
+  std::int32_t rows[64];       ///< of the block's item, -1 for none
+  std::uint32_t phase;         ///< of `full` that the block's spread item completes
+  Barrier full;                ///< the segment sums of an item that the block folds are there
 
   /// The group of spread item `item`, below `spread_end[31]`. The whole warp calls it.
   __device__ int spread_group(std::int32_t item) const { return count_up_to(spread_end, item); }
   __device__ int streamed_group(std::int32_t item) const { return count_up_to(streamed_end, item); }
+  /// Finds the block's first items in the groups that come next, before those are loaded: items of all groups
+  /// are dealt in turn. Kept here, where it takes no registers. One thread calls it.
+  __device__ void find_next(bool more, std::int32_t team, std::int32_t teams, std::int32_t blocks) {
+    first = more ? first + warp_threads : 0;
+    next_spread = more ? next_of(next_spread, spread_end[warp_threads - 1], teams) : team;
+    next_streamed = more ? next_of(next_streamed, streamed_end[warp_threads - 1], blocks)
+                         : static_cast<std::int32_t>(blockIdx.x);
+  }
 
  private:
+  /// The first of `item`, `item + step`, ... that is not below `end`, counted from there.
+  __device__ static std::int32_t next_of(std::int32_t item, std::int32_t end, std::int32_t step) {
+    if (item >= end) return item - end;
+    return item + parts_of(end - item, step) * step - end;
+  }
   __device__ static int count_up_to(std::int32_t const* ends, std::int32_t item) {
     return __popc(__ballot_sync(0xffffffffu, ends[lane_index()] <= item));
   }
@@ -93,13 +110,12 @@ __device__ inline std::int32_t scan_warp(std::int32_t value) {
   return value;
 }
 
-/// Loads the groups from `first` on. One warp calls it, whole.
+/// Loads the groups from `batch.first` on. One warp calls it, whole.
 template <int Cluster, Element T, Element Y>
-__device__ void load_head_groups(HeadBatch<T>& batch, HeadOperands<T, Y> const& p, std::int32_t first,
-                                 std::int32_t teams) {
+__device__ void load_head_groups(HeadBatch<T>& batch, HeadOperands<T, Y> const& p, std::int32_t teams) {
   RowPlan const& plan = p.params.plan;
   OverlayTable<T> const& table = p.params.table;
-  std::int32_t const index = first + lane_index();
+  std::int32_t const index = batch.first + lane_index();
   // Groups are read beside the header: those that do not occur have no rows.
   RowGroup mine = index < plan.max_groups ? plan.groups[index] : RowGroup{};
   std::int32_t const groups = min(max(plan.header->num_groups, 0), plan.max_groups);
@@ -118,7 +134,7 @@ __device__ void load_head_groups(HeadBatch<T>& batch, HeadOperands<T, Y> const& 
       cell.head_rows, cell.head_ids, cell.head_count, mine.first, mine.count, wide ? 1 : 0, work};
   batch.spread_end[lane_index()] = scan_warp(work.streamed ? 0 : work.items());
   batch.streamed_end[lane_index()] = scan_warp(work.streamed ? work.items() : 0);
-  if (lane_index() == 0) batch.last = first + warp_threads >= groups ? 1 : 0;
+  if (lane_index() == 0) batch.last = batch.first + warp_threads >= groups ? 1 : 0;
 }
 
 /// The row of x and logits that is row `index` of a group; -1 for none.

@@ -59,7 +59,7 @@ class SpreadItem {
         x_(reinterpret_cast<Pack<T>*>(shared + folded_bytes<Cluster, T> / sizeof(float4))) {}
 
   /// Multiplies, sends and folds. All threads of all the team's blocks call it.
-  __device__ void run(bool first, int& parity, bool& entered) {
+  __device__ void run(bool first, bool& entered) {
     // Nobody sends before everybody is done with the item before.
     if constexpr (Cluster > 1) {
       if (first) {
@@ -81,6 +81,7 @@ class SpreadItem {
       if (task == 0) {
         if (!first) __syncthreads();  // rows and ids of the item before have been folded
         find_item_rows(batch_, p_, group_of_, first_row_);
+        if (Cluster > 1 && threadIdx.x == 0) batch_.phase ^= 1U;
         find_item_ids(batch_, p_, group_of_, first_override_);
         if (!entered) enter();
         entered = true;
@@ -90,7 +91,7 @@ class SpreadItem {
       if (Cluster > 1 && task == 0) cluster_wait();
       if (exists) send(walk, m, own_.first + segment);
     }
-    fold(warp_ / vectors * Cluster + block_, parity);
+    fold(warp_ / vectors * Cluster + block_);
   }
 
  private:
@@ -163,7 +164,7 @@ class SpreadItem {
   }
 
   /// Folds this warp's vector of its tile, if there is one, into the logits.
-  __device__ void fold(int tile, int& parity) {
+  __device__ void fold(int tile) {
     int const segments = p_.cut.segments();
     if constexpr (Cluster == 1) {
       __syncthreads();
@@ -171,16 +172,14 @@ class SpreadItem {
       int folded = 0;
 #pragma unroll
       for (int i = 0; i < folded_tiles<Cluster, T>; ++i) folded += folds(i * Cluster + block_) ? 1 : 0;
-      if (folded == 0) return;
       if (threadIdx.x == 0) {
         batch_.full.arrive_expecting(static_cast<std::uint32_t>(segments * folded * vectors * warp_threads) *
                                      sizeof(float4));
       }
-      // Every warp waits, so that none can be a phase behind.
-      batch_.full.wait(static_cast<std::uint32_t>(parity));
-      parity ^= 1;
     }
     if (!folds(tile)) return;
+    // No warp is a phase behind: all meet before the next item's sums are sent.
+    if constexpr (Cluster > 1) batch_.full.wait(batch_.phase);
     float4 const* const own = sums_ + warp_ * warp_threads + lane_index();
     float4 total = own[0];
 #pragma unroll
@@ -207,15 +206,12 @@ class SpreadItem {
 };
 
 /// One spread item by a team of `Cluster` blocks. All threads of all its blocks call it. `shared` is memory
-/// for sums and x; `first` says that the team had no item before; `parity` is the phase of the batch's
-/// barrier.
+/// for sums and x; `first` says that the team had no item before.
 template <int Cluster, Element T, Element Y>
 __device__ void spread_item(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, HeadGroup<T> const& group_of,
-                            std::int32_t index, int block, float4* shared, bool first, int& parity,
-                            bool& entered) {
+                            std::int32_t index, int block, float4* shared, bool first, bool& entered) {
   auto const run = [&]<bool Wide, int Down>() {
-    SpreadItem<Wide, Cluster, Down, T, Y>(p, batch, group_of, index, block, shared)
-        .run(first, parity, entered);
+    SpreadItem<Wide, Cluster, Down, T, Y>(p, batch, group_of, index, block, shared).run(first, entered);
   };
   auto const run_down = [&]<int Down>() {
     if (group_of.wide != 0) {
