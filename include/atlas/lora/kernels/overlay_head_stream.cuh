@@ -43,9 +43,9 @@ __device__ void stream_tile(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, He
   Walk walk(group_of, p.params.table.hidden, j, cut, BlockRange{0, works ? cut.blocks() : 0});
   float4* const sums = shared + warp * Walk::sums * warp_threads + lane_index();
   auto* const x = reinterpret_cast<Pack<T>*>(shared + stream_sums_bytes<T> / sizeof(float4));
+  __syncthreads();  // the last item is done with
 #pragma unroll
   for (int c = 0; c < Walk::sums; ++c) sums[c * warp_threads] = fold_start();
-  __syncthreads();  // the last item is done with
   find_item_rows(batch, p, group_of, first_row);
   if (!entered) enter();
   entered = true;
