@@ -70,7 +70,7 @@ class SpreadItem {
     }
     std::int32_t const tasks = own_.size() * across_;
 #pragma unroll 1
-    for (std::int32_t task = 0; task == 0 || task < tasks; task += head_warps) {
+    for (std::int32_t task = 0; task == 0 || (!one_round && task < tasks); task += head_warps) {
       bool const works = task + warp_ < tasks;
       std::int32_t const segment = works ? (task + warp_) / across_ : 0;
       std::int32_t const m = task + warp_ - segment * across_;
@@ -97,23 +97,34 @@ class SpreadItem {
  private:
   using Walk = HeadWalk<Wide, 1, Down, T>;
   static constexpr int vectors = tile_vectors<T>;
+  /// Whether warps are enough for all segments of a block by all tiles along the overrides.
+  static constexpr bool one_round =
+      (max_segments + Cluster - 1) / Cluster * most_across_tiles<Cluster> <= head_warps;
   static_assert(folded_tiles<Cluster, T> * vectors <= head_warps);
 
   __device__ std::int32_t override_of(std::int32_t m) const {
     return first_override_ + m * head_tile_overrides;
   }
-  /// Whether tile `tile` of the item exists. Tile `m + across * t` is the t-th along the batch rows.
+  /// Where tile `tile` of the item, below `Down * across`, is along the batch rows: no division, which takes
+  /// time and registers.
+  __device__ int down_of(int tile) const {
+    static_assert(Down <= 2);
+    return Down == 2 && tile >= across_ ? 1 : 0;
+  }
+  /// Whether it exists. Tile `m + across * t` is the t-th along the batch rows.
   __device__ bool folds(int tile) const {
-    return tile < across_ * Down && override_of(tile % across_) < group_of_.overrides &&
-           first_row_ + tile / across_ * head_tile_rows<T> < group_of_.rows;
+    int const t = down_of(tile);
+    return tile < across_ * Down && override_of(tile - t * across_) < group_of_.overrides &&
+           first_row_ + t * head_tile_rows<T> < group_of_.rows;
   }
 
   /// Walks this warp's blocks from `first_block` on, while the block copies x of the segments of tasks `task`
   /// and on.
   __device__ void multiply(Walk& walk, std::int32_t task, std::int32_t tasks, std::int32_t segment,
                            std::int32_t first_block) {
-    std::int32_t const first = task / across_;
-    std::int32_t const segments = max((min(task + head_warps, tasks) - 1) / across_ - first + 1, 1);
+    std::int32_t const first = one_round ? 0 : task / across_;
+    std::int32_t const segments =
+        max(one_round ? own_.size() : (min(task + head_warps, tasks) - 1) / across_ - first + 1, 1);
     constexpr auto packs = static_cast<std::int32_t>(spread_x_bytes<Cluster> / sizeof(Pack<T>));
     std::int32_t const window = packs / (Down * tile_packs<T>) / segments / Walk::ahead * Walk::ahead;
 #pragma unroll 1
@@ -187,8 +198,9 @@ class SpreadItem {
       if (s < segments) total = add_rn(total, own[s * folded_tiles<Cluster, T> * vectors * warp_threads]);
     }
     HeadTarget target;
-    take_ids<T>(target, batch_.ids, tile % across_, warp_ % vectors);
-    take_rows<T>(target, batch_.rows, tile / across_);
+    int const t = down_of(tile);
+    take_ids<T>(target, batch_.ids, tile - t * across_, warp_ % vectors);
+    take_rows<T>(target, batch_.rows, t);
     write_logits(p_, target, total);
   }
 

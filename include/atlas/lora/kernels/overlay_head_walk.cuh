@@ -138,6 +138,8 @@ class HeadWalk {
   static constexpr int ahead = blocks_ahead<Wide, Up, T>;
   /// Float4 values of its sums: `[override tile][row tile][vector]`.
   static constexpr int sums = Up * Tiles * tile_vectors<T>;
+  /// Whether a step may be multiplied by whole chunks. Float has no registers for several chains.
+  static constexpr bool static_chunks = sizeof(T) == 2 && ahead % (2 * min_chunk_blocks) == 0;
 
   /// Asks for the first weights of `blocks`, which begin a segment; of no more when they are none. Override
   /// rows from `first_override` on; those that do not exist are zero.
@@ -166,19 +168,28 @@ class HeadWalk {
   /// `fold(c, sum)` is told every segment's sums, unless it is `KeepSegment`.
   template <class Fold>
   __device__ void to(std::int32_t last, Pack<T> const* x, Fold const& fold) {
-    last = min(last, last_);
 #pragma unroll 1
-    while (next_ < last) {
+    while (next_ < last && next_ < last_) {
+      if constexpr (static_chunks && std::is_same_v<Fold, KeepSegment>) {
+        if (cut_.chunk_blocks() == min_chunk_blocks && last_ - next_ >= ahead) {
+          multiply_chunks(x);
+          if (last_ - next_ > ahead) {
+#pragma unroll
+            for (int i = 0; i < ahead; ++i) ask(i);
+          }
+          step(x);
+          chunk_end_ = min(next_ + min_chunk_blocks, last_);
+          continue;
+        }
+      }
       // Blocks behind the last weigh nothing and come after the last chunk's end.
 #pragma unroll
       for (int i = 0; i < ahead; ++i) {
-        multiply(i, x + i * Tiles * tile_packs<T>);
+        multiply(chunk_, i, x + i * Tiles * tile_packs<T>);
         ask(i);
         if (next_ + i + 1 == chunk_end_) end_chunk(fold);
       }
-      next_ += ahead;
-      advance();
-      x += ahead * Tiles * tile_packs<T>;
+      step(x);
     }
   }
 
@@ -198,7 +209,14 @@ class HeadWalk {
     left_ -= ahead * block_elements;
     from_ += ahead * block_elements;
   }
-  __device__ void multiply(int i, Pack<T> const* x) {
+  /// Goes on behind the step that was multiplied, `x` with it.
+  __device__ void step(Pack<T> const*& x) {
+    next_ += ahead;
+    advance();
+    x += ahead * Tiles * tile_packs<T>;
+  }
+  /// Adds the `i`-th block of the step to the chains `chunk`.
+  __device__ void multiply(TileSum<T> (&chunk)[Up * Tiles], int i, Pack<T> const* x) {
 #pragma unroll
     for (int t = 0; t < Tiles; ++t) {
       Pack<T> pack[tile_vectors<T>];
@@ -207,23 +225,50 @@ class HeadWalk {
         pack[v] = read_pack(x + t * tile_packs<T> + v * warp_threads + lane_index());
       }
 #pragma unroll
-      for (int u = 0; u < Up; ++u)
-        chunk_[u * Tiles + t].add(weights_[i][2 * u], weights_[i][2 * u + 1], pack);
+      for (int u = 0; u < Up; ++u) chunk[u * Tiles + t].add(weights_[i][2 * u], weights_[i][2 * u + 1], pack);
     }
   }
-  template <class Fold>
-  __device__ void end_chunk(Fold const& fold) {
+  /// Multiplies a step of one segment that is chunks of the fewest blocks throughout. Their ends are known to
+  /// the compiler then, so the chains of several chunks are under way at once: one alone waits for every
+  /// product before the next.
+  __device__ void multiply_chunks(Pack<T> const* x) {
+    constexpr int together = Up * Tiles == 1 ? 4 : 2;
+    constexpr int blocks = together * min_chunk_blocks;
+    static_assert(ahead % blocks == 0);
+#pragma unroll
+    for (int first = 0; first < ahead; first += blocks) {
+      TileSum<T> chunk[together][Up * Tiles];
+#pragma unroll
+      for (int i = 0; i < blocks; ++i) {
+        multiply(chunk[i / min_chunk_blocks], first + i, x + (first + i) * Tiles * tile_packs<T>);
+      }
+#pragma unroll
+      for (int c = 0; c < together; ++c) fold_chunk(chunk[c]);
+    }
+    // Empty as it was, which the compiler does not see: it takes no registers over the step.
+#pragma unroll
+    for (int c = 0; c < Up * Tiles; ++c) chunk_[c] = TileSum<T>();
+  }
+  /// Folds the values of the chains `chunk` into the segment's.
+  __device__ void fold_chunk(TileSum<T> const (&chunk)[Up * Tiles]) {
 #pragma unroll
     for (int c = 0; c < Up * Tiles; ++c) {
       float4 sum[tile_vectors<T>];
-      chunk_[c].finish(sum);
+      chunk[c].finish(sum);
 #pragma unroll
       for (int v = 0; v < tile_vectors<T>; ++v) {
         segment_[c * tile_vectors<T> + v] = add_rn(segment_[c * tile_vectors<T> + v], sum[v]);
       }
-      chunk_[c] = TileSum<T>();
     }
-    if constexpr (!std::is_same_v<Fold, KeepSegment>) {
+  }
+  template <class Fold>
+  __device__ void end_chunk(Fold const& fold) {
+    fold_chunk(chunk_);
+#pragma unroll
+    for (int c = 0; c < Up * Tiles; ++c) chunk_[c] = TileSum<T>();
+    if constexpr (std::is_same_v<Fold, KeepSegment>) {
+      chunk_end_ = min(chunk_end_ + cut_.chunk_blocks(), last_);
+    } else {
       if (chunk_end_ == segment_end_) {
 #pragma unroll
         for (int c = 0; c < sums; ++c) {
@@ -232,8 +277,8 @@ class HeadWalk {
         }
         segment_end_ = min(segment_end_ + cut_.segment_blocks(), last_);
       }
+      chunk_end_ = min(chunk_end_ + cut_.chunk_blocks(), segment_end_);
     }
-    chunk_end_ = min(chunk_end_ + cut_.chunk_blocks(), segment_end_);
   }
 
   T const* from_;  ///< of the first override row, where it is asked for next
