@@ -78,12 +78,20 @@ TEST_CASE(
   CHECK(streams(16384, 1));
   CHECK_FALSE(streams(4095, 64));
   CHECK(streams(4096, 17));
-  CHECK(head_work(248320, 1, 1, 16, form) == HeadWork{128, 16, 1940, 1, true});
-  CHECK(head_work(248320, 64, 1, 16, form) == HeadWork{256, 64, 970, 1, true});
-  CHECK(head_work(248320, 64, 1, 16, HeadForm{8, 4, 1, 8}) == HeadWork{128, 8, 1940, 8, true});  // of float
-  CHECK(head_work(248320, 8192, 1, 16, form).items() == 970 * 128);
+  CHECK(head_work(248320, 1, 1, 132, form) == HeadWork{128, 16, 1940, 1, true});
+  CHECK(head_work(248320, 64, 1, 132, form) == HeadWork{256, 64, 970, 1, true});
+  CHECK(head_work(248320, 17, 1, 132, form) == HeadWork{256, 64, 970, 1, true});
+  CHECK(head_work(248320, 64, 1, 132, HeadForm{8, 4, 1, 8}) == HeadWork{128, 8, 1940, 8, true});  // of float
+  CHECK(head_work(248320, 8192, 1, 132, form).items() == 970 * 128);
   CHECK(may_stream(4096));
   CHECK_FALSE(may_stream(4095));
+}
+
+TEST_CASE("what streams in one large item a block is cut into small ones that give every block some") {
+  CHECK(head_work(4096, 64, 1, 132, form) == HeadWork{128, 16, 32, 4, true});   // not 16 items for 132 blocks
+  CHECK(head_work(8192, 64, 1, 132, form) == HeadWork{128, 16, 64, 4, true});   // two a block, not 32 items
+  CHECK(head_work(16384, 64, 1, 132, form) == HeadWork{256, 64, 64, 1, true});  // small ones would be four
+  CHECK(head_work(4096, 64, 16, 132, form) == HeadWork{256, 64, 16, 1, true});  // many groups: 8 blocks each
 }
 
 TEST_CASE("a slot without rows or a group without rows has no items") {

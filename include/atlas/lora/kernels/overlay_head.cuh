@@ -91,15 +91,6 @@ inline constexpr std::size_t head_spread_bytes = head_batch_bytes<T> + spread_by
 template <Element T>
 inline constexpr std::size_t head_stream_bytes = head_batch_bytes<T> + stream_sums_bytes<T>;
 
-/// Visits the kernels of one team size.
-template <int Cluster, Element T, Element Y, class Visit>
-void visit_head(Visit const& visit) {
-  visit(reinterpret_cast<void const*>(&overlay_head_kernel<Cluster, false, T, Y>), Cluster, head_threads,
-        head_blocks<false>);
-  visit(reinterpret_cast<void const*>(&overlay_head_kernel<Cluster, true, T, Y>), Cluster, head_threads,
-        head_blocks<true>);
-}
-
 /// Checks the parameters; false for what no kernel may be given.
 template <Element T, Element Y>
 bool usable(OverlayHeadParams<T, Y> const& params) noexcept {
@@ -134,21 +125,22 @@ cudaError_t launch_spreading(HeadOperands<T, Y> const& p, Machine const& machine
                 machine, stream, p);
 }
 
-template <int Cluster, Element T, Element Y>
+/// Without clusters, which fill fewer multiprocessors: graphics processing clusters do not divide evenly.
+/// What little such a table's smaller slots have is then spread over blocks alone.
+template <Element T, Element Y>
 cudaError_t launch_streaming(HeadOperands<T, Y> p, Machine const& machine, cudaStream_t stream) noexcept {
   constexpr std::size_t unit = stream_slice_unit<T> * sizeof(Pack<T>);
   if (head_stream_bytes<T> + 2 * unit > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
   std::size_t const free = (machine.shared_bytes_per_block - head_stream_bytes<T>) / 2;
   std::size_t const slice = std::min(free, most_slice_bytes) / unit * unit;
   p.slice_packs = static_cast<std::int32_t>(slice / sizeof(Pack<T>));
-  std::size_t const shared = std::max(head_stream_bytes<T> + 2 * slice, head_spread_bytes<Cluster, T>);
+  std::size_t const shared = std::max(head_stream_bytes<T> + 2 * slice, head_spread_bytes<1, T>);
   if (shared > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
-  return launch(overlay_head_kernel<Cluster, true, T, Y>,
-                LaunchShape{machine.resident_teams(Cluster, 1) * Cluster, head_threads, Cluster, shared},
-                machine, stream, p);
+  return launch(overlay_head_kernel<1, true, T, Y>,
+                LaunchShape{machine.multiprocessors, head_threads, 1, shared}, machine, stream, p);
 }
 
-/// Launches the form for a team size that the table's largest slot and the machine's shared memory ask for.
+/// Launches the form that the table's largest slot asks for; teams of `Cluster` blocks where nothing streams.
 template <int Cluster, Element T, Element Y>
 cudaError_t launch_head(OverlayHeadParams<T, Y> const& params, Machine const& machine,
                         cudaStream_t stream) noexcept {
@@ -158,7 +150,7 @@ cudaError_t launch_head(OverlayHeadParams<T, Y> const& params, Machine const& ma
                     params.table.max_head_count == 0;
   if (idle) return cudaSuccess;
   HeadOperands<T, Y> const p = head_operands(params);
-  return may_stream(params.table.max_head_count) ? launch_streaming<Cluster>(p, machine, stream)
+  return may_stream(params.table.max_head_count) ? launch_streaming(p, machine, stream)
                                                  : launch_spreading<Cluster>(p, machine, stream);
 }
 
@@ -169,8 +161,13 @@ template <Element T, Element Y>
 struct OverlayHead {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
-    detail::visit_head<detail::head_cluster, T, Y>(visit);
-    detail::visit_head<1, T, Y>(visit);
+    constexpr int cluster = detail::head_cluster;
+    auto const visit_kernel = [&](auto* kernel, int blocks_of_team, int blocks) {
+      visit(reinterpret_cast<void const*>(kernel), blocks_of_team, detail::head_threads, blocks);
+    };
+    visit_kernel(&detail::overlay_head_kernel<cluster, false, T, Y>, cluster, detail::head_blocks<false>);
+    visit_kernel(&detail::overlay_head_kernel<1, false, T, Y>, 1, detail::head_blocks<false>);
+    visit_kernel(&detail::overlay_head_kernel<1, true, T, Y>, 1, detail::head_blocks<true>);
   }
 };
 

@@ -56,8 +56,11 @@ namespace detail {
 inline constexpr std::int32_t head_warps = 8;
 /// Override rows of a multiplied tile.
 inline constexpr std::int32_t head_tile_overrides = 16;
-/// Most batch rows of a streamed item that are few: its warps take one tile of overrides, else two.
+/// Most batch rows of a small streamed item: its warps take one tile of overrides, else two.
 inline constexpr std::int32_t few_stream_rows = 16;
+/// Small streamed items that a block multiplies in the time of a large one, of 64 rows and twice the
+/// overrides; whole numbers, and fewer rather than more.
+inline constexpr std::int32_t small_in_large_item = 2;
 
 /// From how many overrides on a group's rows stream: with fewer, whole blocks for 128 rows or more each would
 /// leave most of a machine without work; with more, batch rows must share one read of the weights.
@@ -103,21 +106,30 @@ struct HeadWork {
   return static_cast<std::int32_t>((static_cast<std::uint32_t>(a) - 1U) / static_cast<std::uint32_t>(b)) + 1;
 }
 
-/// The work of one of `groups` groups for `teams` teams. A spread item is one tile where teams are enough for
-/// that; else batch rows share a read of the weights first, and then overrides one of x.
+/// The streamed work of a group for `blocks` blocks: small items where batch rows are few, or where large
+/// ones would leave so many blocks without that small ones are done sooner.
+[[nodiscard]] ATLAS_HD constexpr HeadWork streamed_work(std::int32_t overrides, std::int32_t rows,
+                                                        std::int32_t blocks, HeadForm form) noexcept {
+  std::int32_t const overrides_each = head_warps * head_tile_overrides;
+  std::int32_t const few = form.stream_rows < few_stream_rows ? form.stream_rows : few_stream_rows;
+  HeadWork const small{overrides_each, few, parts_of(overrides, overrides_each), parts_of(rows, few), true};
+  if (rows <= few_stream_rows || form.stream_rows <= few_stream_rows) return small;
+  HeadWork const large{2 * overrides_each, form.stream_rows, parts_of(overrides, 2 * overrides_each),
+                       parts_of(rows, form.stream_rows), true};
+  bool const sooner =
+      parts_of(small.items(), blocks) <= small_in_large_item * parts_of(large.items(), blocks);
+  return sooner ? small : large;
+}
+
+/// The work of one of `groups` groups for `teams` teams, which are blocks where it streams. A spread item is
+/// one tile where teams are enough for that; else batch rows share a read of the weights first, and then
+/// overrides one of x.
 [[nodiscard]] ATLAS_HD constexpr HeadWork head_work(std::int32_t overrides, std::int32_t rows,
                                                     std::int32_t groups, std::int32_t teams,
                                                     HeadForm form) noexcept {
   if (overrides < 1 || rows < 1) return HeadWork{1, 1, 0, 0, false};
-  if (streams(overrides, rows)) {
-    bool const few = rows <= few_stream_rows || form.stream_rows < few_stream_rows;
-    std::int32_t const item_overrides = head_warps * head_tile_overrides * (few ? 1 : 2);
-    std::int32_t const item_rows =
-        few && form.stream_rows > few_stream_rows ? few_stream_rows : form.stream_rows;
-    return HeadWork{item_overrides, item_rows, parts_of(overrides, item_overrides), parts_of(rows, item_rows),
-                    true};
-  }
   std::int32_t const own_teams = groups > 1 ? (teams > groups ? teams / groups : 1) : teams;
+  if (streams(overrides, rows)) return streamed_work(overrides, rows, own_teams, form);
   std::int32_t const all_across = parts_of(overrides, head_tile_overrides);
   std::int32_t down = parts_of(rows, form.tile_rows);
   std::int32_t across_tiles = 1;
