@@ -37,26 +37,39 @@ TEST_CASE("the items of the head's product cover every override and row exactly 
     for (std::int32_t const rows : {1, 7, 8, 9, 16, 17, 33, 64, 65, 130}) {
       for (std::int32_t const teams : {1, 16, 33, 132}) {
         for (std::int32_t const groups : {1, 5, 64}) {
-          HeadWork const work = head_work(overrides, rows, groups, teams, 64);
-          INFO(overrides << " by " << rows << ", " << teams << " teams, " << groups << " groups");
-          if (overrides * rows < 400000) CHECK(covers_once(work, overrides, rows));
-          std::int32_t const tiles =
-              work.item_overrides / head_tile_overrides * (work.item_rows / head_tile_rows);
-          CHECK(work.streamed == streams(overrides, rows));
-          if (!work.streamed) CHECK((tiles == 1 || tiles == 2 || tiles == 4 || tiles == 8));
+          for (HeadForm const form : {HeadForm{16, 4, 2, 64}, HeadForm{16, 2, 1, 64}, HeadForm{8, 4, 1, 8}}) {
+            HeadWork const work = head_work(overrides, rows, groups, teams, form);
+            INFO(overrides << " by " << rows << ", " << teams << " teams, " << groups << " groups, "
+                           << form.tile_rows << " rows a tile, " << form.across_tiles << " by "
+                           << form.down_tiles);
+            if (overrides * rows < 400000) CHECK(covers_once(work, overrides, rows));
+            CHECK(work.streamed == streams(overrides, rows));
+            if (work.streamed) {
+              CHECK(work.item_rows <= form.stream_rows);
+              continue;
+            }
+            CHECK(work.item_rows % form.tile_rows == 0);
+            CHECK(work.item_rows <= form.tile_rows * form.down_tiles);
+            CHECK(work.item_overrides % head_tile_overrides == 0);
+            CHECK(work.item_overrides <= head_tile_overrides * form.across_tiles);
+          }
         }
       }
     }
   }
 }
 
-TEST_CASE("a spread item is as small as gives every team one, and shares weights where batch rows are many") {
-  CHECK(head_work(300, 1, 1, 33, 64) == HeadWork{16, 8, 19, 1, false});  // 19 tiles for 33 teams
-  CHECK(head_work(300, 16, 1, 33, 64) == HeadWork{16, 16, 19, 1, false});
-  CHECK(head_work(300, 64, 1, 33, 64) == HeadWork{64, 16, 5, 4, false});
-  CHECK(head_work(300, 1, 64, 33, 64) == HeadWork{128, 8, 3, 1, false});  // many groups: large items
-  CHECK(head_work(300, 12, 64, 33, 64) == HeadWork{64, 16, 5, 1, false});
-  CHECK(head_work(3, 1, 1, 33, 64) == HeadWork{16, 8, 1, 1, false});
+constexpr HeadForm form{16, 4, 2, 64};
+
+TEST_CASE("a spread item is one tile where teams are enough, and shares weights where batch rows are many") {
+  CHECK(head_work(3, 1, 1, 16, form) == HeadWork{16, 16, 1, 1, false});
+  CHECK(head_work(3, 64, 1, 16, form) == HeadWork{16, 16, 1, 4, false});
+  CHECK(head_work(300, 1, 1, 33, form) == HeadWork{16, 16, 19, 1, false});  // 19 tiles for 33 teams
+  CHECK(head_work(300, 1, 1, 16, form) == HeadWork{32, 16, 10, 1, false});
+  CHECK(head_work(300, 17, 1, 16, form) == HeadWork{32, 32, 10, 1, false});
+  CHECK(head_work(300, 64, 1, 16, form) == HeadWork{48, 32, 7, 2, false});
+  CHECK(head_work(300, 64, 1, 16, HeadForm{16, 2, 1, 64}) == HeadWork{32, 16, 10, 4, false});
+  CHECK(head_work(300, 12, 64, 33, form) == HeadWork{64, 16, 5, 1, false});  // many groups: large items
 }
 
 TEST_CASE(
@@ -65,13 +78,23 @@ TEST_CASE(
   CHECK(streams(16384, 1));
   CHECK_FALSE(streams(4095, 64));
   CHECK(streams(4096, 17));
-  CHECK(head_work(248320, 64, 1, 33, 64) == HeadWork{128, 64, 1940, 1, true});
-  CHECK(head_work(248320, 8192, 1, 33, 64).items() == 1940 * 128);
+  CHECK(head_work(248320, 1, 1, 132, form) == HeadWork{128, 16, 1940, 1, true});
+  CHECK(head_work(248320, 64, 1, 132, form) == HeadWork{256, 64, 970, 1, true});
+  CHECK(head_work(248320, 17, 1, 132, form) == HeadWork{256, 64, 970, 1, true});
+  CHECK(head_work(248320, 64, 1, 132, HeadForm{8, 4, 1, 8}) == HeadWork{128, 8, 1940, 8, true});  // of float
+  CHECK(head_work(248320, 8192, 1, 132, form).items() == 970 * 128);
   CHECK(may_stream(4096));
   CHECK_FALSE(may_stream(4095));
 }
 
+TEST_CASE("what streams in one large item a block is cut into small ones that give every block some") {
+  CHECK(head_work(4096, 64, 1, 132, form) == HeadWork{128, 16, 32, 4, true});   // not 16 items for 132 blocks
+  CHECK(head_work(8192, 64, 1, 132, form) == HeadWork{128, 16, 64, 4, true});   // two a block, not 32 items
+  CHECK(head_work(16384, 64, 1, 132, form) == HeadWork{256, 64, 64, 1, true});  // small ones would be four
+  CHECK(head_work(4096, 64, 16, 132, form) == HeadWork{256, 64, 16, 1, true});  // many groups: 8 blocks each
+}
+
 TEST_CASE("a slot without rows or a group without rows has no items") {
-  CHECK(head_work(0, 5, 1, 33, 64).items() == 0);
-  CHECK(head_work(5, 0, 1, 33, 64).items() == 0);
+  CHECK(head_work(0, 5, 1, 33, form).items() == 0);
+  CHECK(head_work(5, 0, 1, 33, form).items() == 0);
 }

@@ -11,6 +11,8 @@
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
+#include "atlas/lora/kernels/barrier.cuh"
+#include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/launch.cuh"
 #include "atlas/lora/kernels/machine.hpp"
 #include "atlas/lora/kernels/overlay_embed.cuh"
@@ -19,6 +21,7 @@
 #include "atlas/lora/kernels/overlay_head_stream.cuh"
 #include "atlas/lora/kernels/overlay_params.hpp"
 #include "atlas/lora/kernels/ptx.cuh"
+#include "atlas/lora/kernels/tuning.hpp"
 #include "atlas/lora/kernels/work.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -31,83 +34,62 @@ namespace detail {
 inline constexpr int head_threads = head_warps * warp_threads;
 /// Blocks of a team where there are clusters.
 inline constexpr int head_cluster = 8;
-/// Blocks of a multiprocessor that registers allow. A block that streams holds the sums of 64 batch rows.
-template <Element T, RingDepth Depth>
-inline constexpr int head_blocks = sizeof(T) == 2 && Depth == RingDepth::none ? 2 : 1;
-/// Bytes of the buffers of segment sums. A block alone shares them with its ring.
-template <int Cluster>
-inline constexpr std::size_t spread_bytes = sizeof(float4) * spread_buffer<Cluster>*(Cluster == 1 ? 1 : 2);
+/// Blocks of a multiprocessor that registers allow. A warp that streams holds the sums of 32 override rows
+/// by 64 batch rows.
+template <bool Streams>
+inline constexpr int head_blocks = Streams ? 1 : 2;
 
-template <int Cluster, RingDepth Depth, Element T, Element Y>
-__global__ void __launch_bounds__(head_threads, head_blocks<T, Depth>)
+/// Walks the items of a step's groups. Each item of a team of blocks is spread; each of a block streams.
+template <int Cluster, bool Streams, Element T, Element Y>
+__global__ void __launch_bounds__(head_threads, head_blocks<Streams>)
     overlay_head_kernel(__grid_constant__ HeadOperands<T, Y> const p) {
   extern __shared__ float4 shared[];
   HeadBatch<T>& batch = *reinterpret_cast<HeadBatch<T>*>(shared);
-  float4* const sums = shared + head_batch_bytes<T> / sizeof(float4);
-  float4* const ring = sums + (Cluster == 1 ? 0 : 2 * spread_buffer<Cluster>);
+  float4* const work = shared + head_batch_bytes<T> / sizeof(float4);
   auto const blocks = static_cast<std::int32_t>(gridDim.x);
   std::int32_t const teams = blocks / Cluster;
   auto const team = static_cast<std::int32_t>(blockIdx.x) / Cluster;
   int const block = static_cast<int>(blockIdx.x) % Cluster;
-  if constexpr (Cluster > 1) cluster_arrive_relaxed();
-  bool started = Cluster == 1;
+  if (Cluster > 1 && threadIdx.x == head_threads - 1) {
+    batch.phase = 1;  // the first item's is the one after
+    batch.full.init(1);
+    publish_barriers();
+  }
   bool entered = !p.params.inputs_settled;
   if (entered) enter();
-  int parity = 0;
-  std::int32_t spread_before = 0, streamed_before = 0;  // items of earlier groups, where the next go on
-  for (std::int32_t first = 0;; first += warp_threads) {
+  for (bool more = false;; more = true) {
     __syncthreads();
-    if (threadIdx.x < warp_threads) load_head_groups(batch, p, first, teams);
-    __syncthreads();
-    if constexpr (Cluster > 1) {
-      if (!started) cluster_wait();
+    if (threadIdx.x < warp_threads) {
+      if (threadIdx.x == 0) batch.find_next(more, team, teams, blocks);
+      __syncwarp();
+      load_head_groups<Cluster>(batch, p, teams);
     }
-    started = true;
-    std::int32_t const spread = batch.spread_end[warp_threads - 1];
-    for (std::int32_t item = (team + teams - spread_before % teams) % teams; item < spread; item += teams) {
+    __syncthreads();
+    for (std::int32_t item = batch.next_spread; item < batch.spread_end[warp_threads - 1]; item += teams) {
       int const g = batch.spread_group(item);
-      spread_item<Cluster>(p, batch.group[g], item - (g == 0 ? 0 : batch.spread_end[g - 1]), block, sums,
-                           reinterpret_cast<Pack<T>*>(ring), parity, entered);
+      bool const first_item = batch.first == 0 && item < teams;
+      spread_item<Cluster>(p, batch, batch.group[g], item - (g == 0 ? 0 : batch.spread_end[g - 1]), block,
+                           work, first_item, entered);
     }
-    if constexpr (Depth != RingDepth::none) {
-      std::int32_t const streamed = batch.streamed_end[warp_threads - 1];
-      std::int32_t const begin = static_cast<std::int32_t>(blockIdx.x) + blocks - streamed_before % blocks;
-      for (std::int32_t item = begin % blocks; item < streamed; item += blocks) {
+    if constexpr (Streams) {
+      for (std::int32_t item = batch.next_streamed; item < batch.streamed_end[warp_threads - 1];
+           item += blocks) {
         int const g = batch.streamed_group(item);
-        HeadGroup<T> const& group_of = batch.group[g];
-        std::int32_t const index = item - (g == 0 ? 0 : batch.streamed_end[g - 1]);
-        if (group_of.wide != 0) {
-          stream_item<true, Depth>(p, group_of, index, batch.stream_rows, ring, entered);
-        } else {
-          stream_item<false, Depth>(p, group_of, index, batch.stream_rows, ring, entered);
-        }
+        stream_item(p, batch, batch.group[g], item - (g == 0 ? 0 : batch.streamed_end[g - 1]), work, entered);
       }
-      streamed_before = (streamed_before + streamed) % blocks;
     }
-    spread_before = (spread_before + spread) % teams;
     if (batch.last != 0) break;
   }
   if (!entered) enter();
 }
 
-/// Bytes of dynamic shared memory: the batch of groups, the buffers of segment sums, and behind them the
-/// ring, which holds the weights of spread items too; or, for a block alone, one in the other's place.
-template <int Cluster, RingDepth Depth, Element T>
-inline constexpr std::size_t head_shared_bytes =
-    head_batch_bytes<T> +
-    (Cluster == 1 ? std::max(spread_bytes<1>, ring_bytes<T, Depth>)
-                  : spread_bytes<Cluster> + std::max(ring_bytes<T, Depth>, waiting_bytes<Cluster, T>));
-
-/// Visits the kernels of one team size.
-template <int Cluster, Element T, Element Y, class Visit>
-void visit_head(Visit const& visit) {
-  visit(reinterpret_cast<void const*>(&overlay_head_kernel<Cluster, RingDepth::none, T, Y>), Cluster,
-        head_threads, head_blocks<T, RingDepth::none>);
-  visit(reinterpret_cast<void const*>(&overlay_head_kernel<Cluster, RingDepth::shallow, T, Y>), Cluster,
-        head_threads, head_blocks<T, RingDepth::shallow>);
-  visit(reinterpret_cast<void const*>(&overlay_head_kernel<Cluster, RingDepth::deep, T, Y>), Cluster,
-        head_threads, head_blocks<T, RingDepth::deep>);
-}
+/// Bytes of dynamic shared memory: the batch of groups, and behind it what spread and streamed items use in
+/// turn.
+template <int Cluster, Element T>
+inline constexpr std::size_t head_spread_bytes = head_batch_bytes<T> + spread_bytes<Cluster, T>;
+/// Likewise where blocks stream, without the slices of x.
+template <Element T>
+inline constexpr std::size_t head_stream_bytes = head_batch_bytes<T> + stream_sums_bytes<T>;
 
 /// Checks the parameters; false for what no kernel may be given.
 template <Element T, Element Y>
@@ -123,26 +105,42 @@ template <Element T, Element Y>
 HeadOperands<T, Y> head_operands(OverlayHeadParams<T, Y> const& params) noexcept {
   bool const aligned = reinterpret_cast<std::uintptr_t>(params.x) % 16 == 0 &&
                        params.x_row_stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
-  return {params, aligned && params.table.hidden % pack_elements == 0};
+  return {params, aligned && params.table.hidden % pack_elements == 0, Contraction(params.table.hidden), 0};
 }
 
-template <int Cluster, RingDepth Depth, Element T, Element Y>
-cudaError_t launch_head(HeadOperands<T, Y> const& p, Machine const& machine, cudaStream_t stream) noexcept {
+template <int Cluster, Element T, Element Y>
+cudaError_t launch_spreading(HeadOperands<T, Y> const& p, Machine const& machine,
+                             cudaStream_t stream) noexcept {
   OverlayHeadParams<T, Y> const& params = p.params;
-  std::size_t const shared = head_shared_bytes<Cluster, Depth, T>;
+  constexpr std::size_t shared = head_spread_bytes<Cluster, T>;
   if (shared > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
-  std::int64_t teams = machine.resident_teams(Cluster, head_blocks<T, Depth>);
-  if (Depth == RingDepth::none) {  // no more than the largest slot in every row could use
-    std::int64_t const items = divide_up(params.table.max_head_count, head_tile_overrides) *
-                               max_row_tiles(params.rows, params.plan.max_groups);
-    teams = std::max<std::int64_t>(1, std::min(items, teams));
-  }
-  return launch(overlay_head_kernel<Cluster, Depth, T, Y>,
+  // No more than the largest slot in every row could use; and room beside them for the next launch's blocks,
+  // where those may come early.
+  std::int64_t const items = divide_up(params.table.max_head_count, head_tile_overrides) *
+                             max_row_tiles(params.rows, params.plan.max_groups);
+  std::int64_t const most = machine.resident_teams(Cluster, has_clusters(machine.compute) ? 1 : 2);
+  std::int64_t const teams = std::max<std::int64_t>(1, std::min(items, most));
+  return launch(overlay_head_kernel<Cluster, false, T, Y>,
                 LaunchShape{static_cast<std::int32_t>(teams) * Cluster, head_threads, Cluster, shared},
                 machine, stream, p);
 }
 
-/// Launches the form for a team size that the table's largest slot and the machine's shared memory ask for.
+/// Without clusters, which fill fewer multiprocessors: graphics processing clusters do not divide evenly.
+/// What little such a table's smaller slots have is then spread over blocks alone.
+template <Element T, Element Y>
+cudaError_t launch_streaming(HeadOperands<T, Y> p, Machine const& machine, cudaStream_t stream) noexcept {
+  constexpr std::size_t unit = stream_slice_unit<T> * sizeof(Pack<T>);
+  if (head_stream_bytes<T> + 2 * unit > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
+  std::size_t const free = (machine.shared_bytes_per_block - head_stream_bytes<T>) / 2;
+  std::size_t const slice = std::min(free, most_slice_bytes) / unit * unit;
+  p.slice_packs = static_cast<std::int32_t>(slice / sizeof(Pack<T>));
+  std::size_t const shared = std::max(head_stream_bytes<T> + 2 * slice, head_spread_bytes<1, T>);
+  if (shared > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
+  return launch(overlay_head_kernel<1, true, T, Y>,
+                LaunchShape{machine.multiprocessors, head_threads, 1, shared}, machine, stream, p);
+}
+
+/// Launches the form that the table's largest slot asks for; teams of `Cluster` blocks where nothing streams.
 template <int Cluster, Element T, Element Y>
 cudaError_t launch_head(OverlayHeadParams<T, Y> const& params, Machine const& machine,
                         cudaStream_t stream) noexcept {
@@ -152,13 +150,8 @@ cudaError_t launch_head(OverlayHeadParams<T, Y> const& params, Machine const& ma
                     params.table.max_head_count == 0;
   if (idle) return cudaSuccess;
   HeadOperands<T, Y> const p = head_operands(params);
-  if (!may_stream(params.table.max_head_count)) {
-    return launch_head<Cluster, RingDepth::none>(p, machine, stream);
-  }
-  if (head_shared_bytes<Cluster, RingDepth::deep, T> <= machine.shared_bytes_per_block) {
-    return launch_head<Cluster, RingDepth::deep>(p, machine, stream);
-  }
-  return launch_head<Cluster, RingDepth::shallow>(p, machine, stream);
+  return may_stream(params.table.max_head_count) ? launch_streaming(p, machine, stream)
+                                                 : launch_spreading<Cluster>(p, machine, stream);
 }
 
 }  // namespace detail
@@ -168,8 +161,13 @@ template <Element T, Element Y>
 struct OverlayHead {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
-    detail::visit_head<detail::head_cluster, T, Y>(visit);
-    detail::visit_head<1, T, Y>(visit);
+    constexpr int cluster = detail::head_cluster;
+    auto const visit_kernel = [&](auto* kernel, int blocks_of_team, int blocks) {
+      visit(reinterpret_cast<void const*>(kernel), blocks_of_team, detail::head_threads, blocks);
+    };
+    visit_kernel(&detail::overlay_head_kernel<cluster, false, T, Y>, cluster, detail::head_blocks<false>);
+    visit_kernel(&detail::overlay_head_kernel<1, false, T, Y>, 1, detail::head_blocks<false>);
+    visit_kernel(&detail::overlay_head_kernel<1, true, T, Y>, 1, detail::head_blocks<true>);
   }
 };
 

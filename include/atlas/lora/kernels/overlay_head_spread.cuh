@@ -2,7 +2,10 @@
 //
 // The head's recompute where overrides are few: a team of blocks, a cluster where there are any, takes an
 // item, its warps take segments of k of its tiles, and the segment sums meet in the shared memory of
-// the block that folds a tile. What an item reads is under way at once.
+// the block that folds a tile.
+//
+// Latency is all there is, so what does not depend on the launch's dependencies comes before them: the first
+// weights are asked for as soon as the cell is known, then rows and ids; x alone comes after.
 #pragma once
 
 #include <cstddef>
@@ -11,256 +14,228 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/async_copy.cuh"
+#include "atlas/lora/kernels/barrier.cuh"
 #include "atlas/lora/kernels/contraction.hpp"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/launch.cuh"
 #include "atlas/lora/kernels/overlay_head_groups.cuh"
+#include "atlas/lora/kernels/overlay_head_walk.cuh"
 #include "atlas/lora/kernels/overlay_params.hpp"
 #include "atlas/lora/kernels/ptx.cuh"
 #include "atlas/lora/kernels/work.hpp"
 
 namespace atlas::lora::inline v0::detail {
 
-/// Tiles of an item that one block of a team folds.
-template <int Cluster>
-inline constexpr int folded_tiles = most_spread_tiles / Cluster;
-/// Float4 values of a buffer of segment sums.
-template <int Cluster>
-inline constexpr int spread_buffer = max_segments* folded_tiles<Cluster>* warp_threads;
-
-/// Tiles of the same weights, `Down` along the batch rows, as this lane reads them.
-template <int Down, Element T>
-struct HeadTiles {
-  T const* weights;  ///< weight row `group()` of the tiles, or some row where that is not there
-  T const* x[Down];  ///< batch row `group()` of each tile
-  std::int64_t hidden;
-  bool low, high;  ///< whether weight rows `group()` and `group() + 8` are there
-  bool batch[Down];
-};
-
-template <int Down, Element T, Element Y>
-__device__ inline HeadTiles<Down, T> head_tiles(HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of,
-                                                std::int32_t first_override, std::int32_t first_row) {
-  HeadTiles<Down, T> tiles;
-  tiles.hidden = p.params.table.hidden;
-  std::int32_t const j = first_override + group();
-  tiles.low = j < group_of.overrides;
-  tiles.high = j + tile_batch_rows < group_of.overrides;
-  tiles.weights = group_of.weights + (tiles.low ? j : 0) * tiles.hidden;
-#pragma unroll
-  for (int t = 0; t < Down; ++t) {
-    std::int32_t const row = head_row(p, group_of, first_row + t * tile_batch_rows + group());
-    tiles.x[t] = p.params.x + row * p.params.x_row_stride;
-    tiles.batch[t] = row >= 0;
-  }
-  return tiles;
-}
-
-/// Blocks of k whose weights a warp has under way together. They wait in shared memory, each pack where its
-/// own lane put it, because registers would hold half of them; a block alone has no room for that.
-template <bool Wide, int Cluster, Element T>
-inline constexpr int weights_ahead = !Wide          ? 1
-                                     : Cluster == 1 ? (sizeof(T) == 2 ? 4 : 1)
-                                                    : (sizeof(T) == 2 ? 8 : 4);
-/// Packs of a warp's weights that wait.
+/// Most tiles of an item that one block of a team folds, a warp each of their vectors.
 template <int Cluster, Element T>
-inline constexpr int waiting_packs = Cluster == 1 ? 0 : weights_ahead<true, Cluster, T> * 2 * warp_threads;
-/// Bytes of a block's.
+inline constexpr int folded_tiles =
+    (most_across_tiles<Cluster> * most_down_tiles<Cluster, T> + Cluster - 1) / Cluster;
+/// Bytes of the segment sums that a block folds: `[segment][folded tile][vector][lane]`.
 template <int Cluster, Element T>
-inline constexpr std::size_t waiting_bytes = sizeof(Pack<T>) *
-                                             static_cast<std::size_t>(head_warps* waiting_packs<Cluster, T>);
+inline constexpr std::size_t folded_bytes =
+    sizeof(float4) * max_segments* folded_tiles<Cluster, T>* tile_vectors<T>* warp_threads;
+/// Bytes of x of a window of blocks of k: of all segments that warps multiply together, a step or more each.
+template <int Cluster>
+inline constexpr std::size_t spread_x_bytes = std::size_t{Cluster > 1 ? 32 : 64} << 10;
+template <int Cluster, Element T>
+inline constexpr std::size_t spread_bytes = folded_bytes<Cluster, T> + spread_x_bytes<Cluster>;
 
-/// The weights of some blocks of k of a tile, in registers or in shared memory.
-template <bool Wide, int Cluster, Element T>
-class WaitingWeights {
+/// One spread item of a team of `Cluster` blocks, as one of them sees it. `Down` are its row tiles.
+template <bool Wide, int Cluster, int Down, Element T, Element Y>
+class SpreadItem {
  public:
-  static constexpr int ahead = weights_ahead<Wide, Cluster, T>;
-  static constexpr bool shared = Wide && Cluster > 1;
+  __device__ SpreadItem(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, HeadGroup<T> const& group_of,
+                        std::int32_t index, int block, float4* shared)
+      : p_(p),
+        batch_(batch),
+        group_of_(group_of),
+        own_(share_of(p.cut.segments(), Cluster, block)),
+        first_override_(group_of.work.first_override(index)),
+        first_row_(group_of.work.first_row(index)),
+        across_(group_of.work.item_overrides / head_tile_overrides),
+        block_(block),
+        warp_(warp_index()),
+        sums_(shared),
+        x_(reinterpret_cast<Pack<T>*>(shared + folded_bytes<Cluster, T> / sizeof(float4))) {}
 
-  __device__ explicit WaitingWeights(Pack<T>* waiting) : waiting_(waiting + lane_index()) {}
-
-  __device__ void ask(int i, T const* low, std::int64_t low_valid, T const* high, std::int64_t high_valid) {
-    if constexpr (shared) {
-      copy_pack<true>(waiting_ + 2 * i * warp_threads, low, low_valid);
-      copy_pack<true>(waiting_ + (2 * i + 1) * warp_threads, high, high_valid);
-    } else {
-      low_[i] = load_operand<Wide>(low, low_valid);
-      high_[i] = load_operand<Wide>(high, high_valid);
+  /// Multiplies, sends and folds. All threads of all the team's blocks call it.
+  __device__ void run(bool first, bool& entered) {
+    // Nobody sends before everybody is done with the item before.
+    if constexpr (Cluster > 1) {
+      if (first) {
+        cluster_arrive_relaxed();
+      } else {
+        cluster_arrive();
+      }
     }
-  }
-  __device__ void asked() const {
-    if constexpr (shared) commit_copies();
-  }
-  __device__ void wait() const {
-    if constexpr (shared) wait_copies<0>();
-  }
-  __device__ Pack<T> low(int i) const {
-    if constexpr (shared) return read_pack(waiting_ + 2 * i * warp_threads);
-    return low_[i];
-  }
-  __device__ Pack<T> high(int i) const {
-    if constexpr (shared) return read_pack(waiting_ + (2 * i + 1) * warp_threads);
-    return high_[i];
+    std::int32_t const tasks = own_.size() * across_;
+#pragma unroll 1
+    for (std::int32_t task = 0; task == 0 || (!one_round && task < tasks); task += head_warps) {
+      bool const works = task + warp_ < tasks;
+      std::int32_t const segment = works ? (task + warp_) / across_ : 0;
+      std::int32_t const m = task + warp_ - segment * across_;
+      bool const exists = works && override_of(m) < group_of_.overrides;
+      BlockRange const blocks = p_.cut.segment(own_.first + segment);
+      Walk walk(group_of_, p_.params.table.hidden, override_of(exists ? m : 0), p_.cut,
+                exists ? blocks : BlockRange{blocks.first, blocks.first});
+      if (task == 0) {
+        if (!first) __syncthreads();  // rows and ids of the item before have been folded
+        find_item_rows(batch_, p_, group_of_, first_row_);
+        if (Cluster > 1 && threadIdx.x == 0) batch_.phase ^= 1U;
+        find_item_ids(batch_, p_, group_of_, first_override_);
+        if (!entered) enter();
+        entered = true;
+        __syncthreads();
+      }
+      multiply(walk, task, tasks, segment, blocks.first);
+      if (Cluster > 1 && task == 0) cluster_wait();
+      if (exists) send(walk, m, own_.first + segment);
+    }
+    fold(warp_ / vectors * Cluster + block_);
   }
 
  private:
-  Pack<T>* waiting_;
-  Pack<T> low_[shared ? 1 : ahead];
-  Pack<T> high_[shared ? 1 : ahead];
-};
+  using Walk = HeadWalk<Wide, 1, Down, T>;
+  static constexpr int vectors = tile_vectors<T>;
+  /// Whether warps are enough for all segments of a block by all tiles along the overrides.
+  static constexpr bool one_round =
+      (max_segments + Cluster - 1) / Cluster * most_across_tiles<Cluster> <= head_warps;
+  static_assert(folded_tiles<Cluster, T> * vectors <= head_warps);
 
-/// The sums of one segment of some tiles: `total[t]` is this lane's accumulator of tile t. Weights are asked
-/// for before what the launch depends on is waited for, x after. `waiting` is the warp's shared memory.
-template <bool Wide, int Cluster, int Down, Element T>
-__device__ void multiply_segment(HeadTiles<Down, T> const& tiles, BlockRange blocks,
-                                 std::int32_t chunk_blocks, Pack<T>* waiting, float4 (&total)[Down],
-                                 bool& entered) {
-  WaitingWeights<Wide, Cluster, T> weights(waiting);
-  constexpr int ahead = weights.ahead;
-  constexpr int x_ahead = ahead > Down ? ahead / Down : 1;  // x waits in registers
-  Accumulator<T> chunk[Down];
-  bool first = true;
-  std::int32_t left = chunk_blocks;
-  for (std::int32_t block = blocks.first; block < blocks.last; block += ahead) {
-#pragma unroll
-    for (int i = 0; i < ahead; ++i) {
-      std::int64_t const k = block + i < blocks.last ? k_of(block + i, quad(), 0) : tiles.hidden;
-      bool const low = tiles.low && k < tiles.hidden;
-      bool const high = tiles.high && k < tiles.hidden;
-      weights.ask(i, tiles.weights + (low ? k : 0), low ? tiles.hidden - k : 0,
-                  tiles.weights + (high ? tile_batch_rows * tiles.hidden + k : 0),
-                  high ? tiles.hidden - k : 0);
-    }
-    weights.asked();
-    if (!entered) enter();
-    entered = true;
-#pragma unroll
-    for (int part = 0; part < ahead; part += x_ahead) {
-      Pack<T> x[Down][x_ahead];
-#pragma unroll
-      for (int t = 0; t < Down; ++t) {
-#pragma unroll
-        for (int i = 0; i < x_ahead; ++i) {
-          std::int64_t const k = k_of(block + part + i, quad(), 0);
-          bool const there = block + part + i < blocks.last && tiles.batch[t];
-          x[t][i] = load_operand<Wide>(tiles.x[t] + k, there ? tiles.hidden - k : 0);
+  __device__ std::int32_t override_of(std::int32_t m) const {
+    return first_override_ + m * head_tile_overrides;
+  }
+  /// Where tile `tile` of the item, below `Down * across`, is along the batch rows: no division, which takes
+  /// time and registers.
+  __device__ int down_of(int tile) const {
+    static_assert(Down <= 2);
+    return Down == 2 && tile >= across_ ? 1 : 0;
+  }
+  /// Whether it exists. Tile `m + across * t` is the t-th along the batch rows.
+  __device__ bool folds(int tile) const {
+    int const t = down_of(tile);
+    return tile < across_ * Down && override_of(tile - t * across_) < group_of_.overrides &&
+           first_row_ + t * head_tile_rows<T> < group_of_.rows;
+  }
+
+  /// Walks this warp's blocks from `first_block` on, while the block copies x of the segments of tasks `task`
+  /// and on.
+  __device__ void multiply(Walk& walk, std::int32_t task, std::int32_t tasks, std::int32_t segment,
+                           std::int32_t first_block) {
+    std::int32_t const first = one_round ? 0 : task / across_;
+    std::int32_t const segments =
+        max(one_round ? own_.size() : (min(task + head_warps, tasks) - 1) / across_ - first + 1, 1);
+    constexpr auto packs = static_cast<std::int32_t>(spread_x_bytes<Cluster> / sizeof(Pack<T>));
+    std::int32_t const window = packs / (Down * tile_packs<T>) / segments / Walk::ahead * Walk::ahead;
+#pragma unroll 1
+    for (std::int32_t w = 0; w < p_.cut.segment_blocks(); w += window) {
+      if (task + w > 0) __syncthreads();  // the window before is done with
+      // Each warp copies and orders some of the blocks.
+      auto const each_block = [&](auto const& visit) {
+#pragma unroll 1
+        for (std::int32_t s = 0; s < segments && first + s < own_.size(); ++s) {
+          BlockRange const of = p_.cut.segment(own_.first + first + s);
+#pragma unroll 1
+          for (std::int32_t b = warp_; b < window && of.first + w + b < of.last; b += head_warps) {
+            visit(x_ + (s * window + b) * Down * tile_packs<T>, of.first + w + b);
+          }
         }
-      }
-      if (part == 0) weights.wait();
-#pragma unroll
-      for (int i = 0; i < x_ahead; ++i) {
-        std::int32_t const here = block + part + i;
-        if (here >= blocks.last) continue;
-        Pack<T> const low = weights.low(part + i);
-        Pack<T> const high = weights.high(part + i);
-#pragma unroll
-        for (int t = 0; t < Down; ++t) chunk[t].add(low, high, x[t][i]);
-        if (--left > 0 && here + 1 < blocks.last) continue;
-#pragma unroll
-        for (int t = 0; t < Down; ++t) {
-          float4 const sum = chunk[t].finish();
-          total[t] = first ? sum : add_rn(total[t], sum);
-          chunk[t] = Accumulator<T>();
-        }
-        first = false;
-        left = chunk_blocks;
-      }
+      };
+      each_block(
+          [&](Pack<T>* to, std::int32_t block) { copy_x_block<Wide, Down>(to, p_, batch_.rows, block); });
+      commit_copies();
+      wait_copies<0>();
+      each_block([](Pack<T>* at, std::int32_t) { order_x_block<Down>(at); });
+      __syncthreads();
+      walk.to(first_block + w + window, x_ + (segment - first) * window * Down * tile_packs<T>,
+              KeepSegment{});
     }
   }
-}
 
-/// Writes what an item's warps multiply to the blocks that fold it. Tile `m + across * t` is the t-th along
-/// the batch rows.
-template <bool Wide, int Cluster, int Down, Element T, Element Y>
-__device__ void multiply_item(HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of,
-                              std::int32_t first_override, std::int32_t first_row, int block, float4* buffer,
-                              Pack<T>* waiting, bool& entered) {
-  Contraction const cut(p.params.table.hidden);
-  Share const segments = share_of(cut.segments(), Cluster, block);
-  int const across = group_of.work.item_overrides / head_tile_overrides;
-  int const warp = static_cast<int>(threadIdx.x) / warp_threads;
-  for (int task = warp; task < segments.size() * across; task += head_warps) {
-    int const m = task % across;
-    std::int32_t const j = first_override + m * head_tile_overrides;
-    if (j >= group_of.overrides) continue;
-    std::int32_t const segment = segments.first + task / across;
-    float4 sum[Down];
-    multiply_segment<Wide, Cluster>(head_tiles<Down>(p, group_of, j, first_row), cut.segment(segment),
-                                    cut.chunk_blocks(), waiting + warp * waiting_packs<Cluster, T>, sum,
-                                    entered);
+  /// Brings a segment's sums of override tile `m` to the blocks that fold them.
+  __device__ void send(Walk const& walk, std::int32_t m, std::int32_t segment) {
 #pragma unroll
     for (int t = 0; t < Down; ++t) {
-      int const tile = m + across * t;
-      float4* const place =
-          buffer + (segment * folded_tiles<Cluster> + tile / Cluster) * warp_threads + lane_index();
-      if constexpr (Cluster == 1) {
-        *place = sum[t];
-      } else {
-        store_to_block(place, static_cast<std::uint32_t>(tile % Cluster), sum[t]);
+      int const tile = m + across_ * t;
+      if (first_row_ + t * head_tile_rows<T> >= group_of_.rows) continue;
+      auto const to = static_cast<std::uint32_t>(tile % Cluster);
+      float4* const place = sums_ +
+                            (segment * folded_tiles<Cluster, T> + tile / Cluster) * vectors * warp_threads +
+                            lane_index();
+#pragma unroll
+      for (int v = 0; v < vectors; ++v) {
+        if constexpr (Cluster == 1) {
+          place[v * warp_threads] = walk.segment(t * vectors + v);
+        } else {
+          detail::send(address_in_block(shared_address(place + v * warp_threads), to),
+                       walk.segment(t * vectors + v), address_in_block(shared_address(&batch_.full), to));
+        }
       }
     }
   }
-}
 
-/// One spread item by a team of `Cluster` blocks. All threads of all its blocks call it. `waiting` is shared
-/// memory for weights under way. `parity` says which
-/// of the two buffers is next; a team of one block has one buffer.
-template <int Cluster, Element T, Element Y>
-__device__ void spread_item(HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of, std::int32_t index,
-                            int block, float4* buffers, Pack<T>* waiting, int& parity, bool& entered) {
-  std::int32_t const first_override = group_of.work.first_override(index);
-  std::int32_t const first_row = group_of.work.first_row(index);
-  float4* const buffer = buffers + parity * spread_buffer<Cluster>;
-  auto const multiply = [&]<bool Wide, int Down>() {
-    multiply_item<Wide, Cluster, Down>(p, group_of, first_override, first_row, block, buffer, waiting,
-                                       entered);
-  };
-  bool const two = group_of.work.item_rows > head_tile_rows;
-  if (group_of.wide != 0 && two) {
-    multiply.template operator()<true, 2>();
-  } else if (group_of.wide != 0) {
-    multiply.template operator()<true, 1>();
-  } else if (two) {
-    multiply.template operator()<false, 2>();
-  } else {
-    multiply.template operator()<false, 1>();
-  }
-  // The tile that this warp folds; where it goes is found while others still multiply.
-  int const across = group_of.work.item_overrides / head_tile_overrides;
-  int const tile = static_cast<int>(threadIdx.x) / warp_threads * Cluster + block;
-  std::int32_t const j = first_override + tile % across * head_tile_overrides;
-  std::int32_t const row = first_row + tile / across * head_tile_rows;
-  bool const folds = tile < across * (group_of.work.item_rows / head_tile_rows) && j < group_of.overrides &&
-                     row < group_of.rows;
-  HeadTarget target{};
-  if (folds) {
-    find_ids(target, p, group_of, j);
-    find_rows(target, p, group_of, row);
-  }
-  if (!entered) enter();
-  entered = true;
-  if constexpr (Cluster == 1) {
-    __syncthreads();
-  } else {
-    cluster_arrive();
-    cluster_wait();
-  }
-  if (folds) {
-    float4 const* const own = buffer + tile / Cluster * warp_threads + lane_index();
-    int const segments = Contraction(p.params.table.hidden).segments();
-    float4 total = own[0];
-    for (int s = 1; s < segments; ++s) {
-      total = add_rn(total, own[s * folded_tiles<Cluster> * warp_threads]);
+  /// Folds this warp's vector of its tile, if there is one, into the logits.
+  __device__ void fold(int tile) {
+    int const segments = p_.cut.segments();
+    if constexpr (Cluster == 1) {
+      __syncthreads();
+    } else {
+      int folded = 0;
+#pragma unroll
+      for (int i = 0; i < folded_tiles<Cluster, T>; ++i) folded += folds(i * Cluster + block_) ? 1 : 0;
+      if (threadIdx.x == 0) {
+        batch_.full.arrive_expecting(static_cast<std::uint32_t>(segments * folded * vectors * warp_threads) *
+                                     sizeof(float4));
+      }
     }
-    write_logits(p, target, total);
+    if (!folds(tile)) return;
+    // No warp is a phase behind: all meet before the next item's sums are sent.
+    if constexpr (Cluster > 1) batch_.full.wait(batch_.phase);
+    float4 const* const own = sums_ + warp_ * warp_threads + lane_index();
+    float4 total = own[0];
+#pragma unroll
+    for (int s = 1; s < max_segments; ++s) {
+      if (s < segments) total = add_rn(total, own[s * folded_tiles<Cluster, T> * vectors * warp_threads]);
+    }
+    HeadTarget target;
+    int const t = down_of(tile);
+    take_ids<T>(target, batch_.ids, tile - t * across_, warp_ % vectors);
+    take_rows<T>(target, batch_.rows, t);
+    write_logits(p_, target, total);
   }
-  // The other buffer takes the next item. A block writes this one again only after the next barrier, which no
-  // block passes before all have folded it.
-  if constexpr (Cluster == 1) {
-    __syncthreads();
-  } else {
-    parity ^= 1;
+
+  HeadOperands<T, Y> const& p_;
+  HeadBatch<T>& batch_;
+  HeadGroup<T> const& group_of_;
+  Share own_;  ///< the block's segments
+  std::int32_t first_override_;
+  std::int32_t first_row_;
+  std::int32_t across_;  ///< tiles along the overrides
+  int block_;
+  int warp_;
+  float4* sums_;
+  Pack<T>* x_;
+};
+
+/// One spread item by a team of `Cluster` blocks. All threads of all its blocks call it. `shared` is memory
+/// for sums and x; `first` says that the team had no item before.
+template <int Cluster, Element T, Element Y>
+__device__ void spread_item(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, HeadGroup<T> const& group_of,
+                            std::int32_t index, int block, float4* shared, bool first, bool& entered) {
+  auto const run = [&]<bool Wide, int Down>() {
+    SpreadItem<Wide, Cluster, Down, T, Y>(p, batch, group_of, index, block, shared).run(first, entered);
+  };
+  auto const run_down = [&]<int Down>() {
+    if (group_of.wide != 0) {
+      run.template operator()<true, Down>();
+    } else {
+      run.template operator()<false, Down>();
+    }
+  };
+  if constexpr (most_down_tiles<Cluster, T> == 2) {
+    if (group_of.work.item_rows == 2 * head_tile_rows<T>) return run_down.template operator()<2>();
   }
+  run_down.template operator()<1>();
 }
 
 }  // namespace atlas::lora::inline v0::detail
