@@ -28,12 +28,12 @@ namespace atlas::lora::inline v0::detail {
 
 /// Most tiles of an item that one block of a team folds, a warp each of their vectors.
 template <int Cluster, Element T>
-inline constexpr int folded_tiles =
+inline constexpr int head_folded_tiles =
     (most_across_tiles<Cluster> * most_down_tiles<Cluster, T> + Cluster - 1) / Cluster;
 /// Bytes of the segment sums that a block folds: `[segment][folded tile][vector][lane]`.
 template <int Cluster, Element T>
 inline constexpr std::size_t folded_bytes =
-    sizeof(float4) * max_segments* folded_tiles<Cluster, T>* tile_vectors<T>* warp_threads;
+    sizeof(float4) * max_segments* head_folded_tiles<Cluster, T>* tile_vectors<T>* warp_threads;
 /// Bytes of x of a window of blocks of k: of all segments that warps multiply together, a step or more each.
 template <int Cluster>
 inline constexpr std::size_t spread_x_bytes = std::size_t{Cluster > 1 ? 32 : 64} << 10;
@@ -100,7 +100,7 @@ class SpreadItem {
   /// Whether warps are enough for all segments of a block by all tiles along the overrides.
   static constexpr bool one_round =
       (max_segments + Cluster - 1) / Cluster * most_across_tiles<Cluster> <= head_warps;
-  static_assert(folded_tiles<Cluster, T> * vectors <= head_warps);
+  static_assert(head_folded_tiles<Cluster, T> * vectors <= head_warps);
 
   __device__ std::int32_t override_of(std::int32_t m) const {
     return first_override_ + m * head_tile_overrides;
@@ -159,9 +159,9 @@ class SpreadItem {
       int const tile = m + across_ * t;
       if (first_row_ + t * head_tile_rows<T> >= group_of_.rows) continue;
       auto const to = static_cast<std::uint32_t>(tile % Cluster);
-      float4* const place = sums_ +
-                            (segment * folded_tiles<Cluster, T> + tile / Cluster) * vectors * warp_threads +
-                            lane_index();
+      float4* const place =
+          sums_ + (segment * head_folded_tiles<Cluster, T> + tile / Cluster) * vectors * warp_threads +
+          lane_index();
 #pragma unroll
       for (int v = 0; v < vectors; ++v) {
         if constexpr (Cluster == 1) {
@@ -182,7 +182,7 @@ class SpreadItem {
     } else {
       int folded = 0;
 #pragma unroll
-      for (int i = 0; i < folded_tiles<Cluster, T>; ++i) folded += folds(i * Cluster + block_) ? 1 : 0;
+      for (int i = 0; i < head_folded_tiles<Cluster, T>; ++i) folded += folds(i * Cluster + block_) ? 1 : 0;
       if (threadIdx.x == 0) {
         batch_.full.arrive_expecting(static_cast<std::uint32_t>(segments * folded * vectors * warp_threads) *
                                      sizeof(float4));
@@ -195,7 +195,8 @@ class SpreadItem {
     float4 total = own[0];
 #pragma unroll
     for (int s = 1; s < max_segments; ++s) {
-      if (s < segments) total = add_rn(total, own[s * folded_tiles<Cluster, T> * vectors * warp_threads]);
+      if (s < segments)
+        total = add_rn(total, own[s * head_folded_tiles<Cluster, T> * vectors * warp_threads]);
     }
     HeadTarget target;
     int const t = down_of(tile);
