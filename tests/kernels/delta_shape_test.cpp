@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -28,35 +29,60 @@ DeltaShape shape_of(std::int64_t k_in, std::int32_t cluster, std::int32_t first_
   DeltaShape shape;
   shape.first_output[1] = first_tiles;
   shape.first_output[2] = first_tiles + second_tiles;
-  shape.set(Contraction(k_in), cluster, 8, 2);
+  shape.set(Contraction(k_in), cluster, 8, 4, 2);
   return shape;
 }
 
-TEST_CASE("the blocks of a cluster multiply every chunk once, a warp each") {
-  for (std::int64_t const k_in : {1, 33, 100, 768, 1000, 2048, 4096, 8192, 14336, 17408, 28672}) {
+TEST_CASE("the warps of a cluster's blocks multiply every chunk of every rank tile once") {
+  constexpr std::int32_t warps = 8;
+  constexpr std::int32_t ranks = 3;
+  for (std::int64_t const k_in :
+       {1, 33, 100, 768, 1000, 2048, 4096, 5120, 8192, 11008, 14336, 17408, 28672}) {
     Contraction const cut(k_in);
     for (std::int32_t const cluster : {1, 2, 4, 8, 16}) {
       INFO("k_in " << k_in << ", cluster " << cluster);
       DeltaShape const shape = shape_of(k_in, cluster, 1, 0);
       REQUIRE(shape.group >= 1);
-      REQUIRE(shape.group * shape.segment_chunks <= max_chunks);
-      std::vector<int> times(static_cast<std::size_t>(cut.blocks()), 0);
+      REQUIRE(shape.group * shape.segment_chunks <= max_chunk_slots);
+      std::vector<int> times(static_cast<std::size_t>(cut.blocks()) * ranks, 0);
       for (std::int32_t block = 0; block < cluster; ++block) {
         Share const segments = shape.segments_of(block);
         for (std::int32_t s = segments.first; s < segments.last; s += shape.group) {
-          for (std::int32_t slot = 0; slot < max_chunks; ++slot) {
-            std::int32_t const segment = s + slot / shape.segment_chunks;
-            std::int32_t const chunk = slot % shape.segment_chunks;
-            BlockRange const blocks = shape.chunk_of_slot(s, segments.last, slot);
-            if (blocks.size() == 0) continue;
-            CHECK(blocks == cut.chunk(segment, chunk));
-            for (std::int32_t b = blocks.first; b < blocks.last; ++b) ++times[static_cast<std::size_t>(b)];
+          std::int32_t const slots = (std::min(s + shape.group, segments.last) - s) * shape.segment_chunks;
+          for (std::int32_t warp = 0; warp < warps; ++warp) {
+            std::int32_t const of_team = warps >> shape.teams_log2;
+            for (std::int32_t first = warp % of_team << shape.pairs_log2; first < slots;
+                 first += of_team << shape.pairs_log2) {
+              for (std::int32_t slot = first; slot < first + (1 << shape.pairs_log2); ++slot) {
+                BlockRange const blocks = shape.chunk_of_slot(s, segments.last, slot);
+                if (blocks.size() == 0) continue;
+                CHECK(slot < max_chunk_slots);
+                CHECK(blocks == cut.chunk(s + slot / shape.segment_chunks, slot % shape.segment_chunks));
+                CHECK((shape.pairs_log2 == 0 || blocks.size() <= pair_chunk_blocks));
+                for (std::int32_t r = warp / of_team; r < ranks; r += 1 << shape.teams_log2) {
+                  for (std::int32_t b = blocks.first; b < blocks.last; ++b)
+                    ++times[static_cast<std::size_t>(b * ranks + r)];
+                }
+              }
+            }
           }
         }
       }
       for (int const t : times) REQUIRE(t == 1);
     }
   }
+}
+
+TEST_CASE("a warp takes two short chunks where a block has more of them than warps") {
+  // 128 blocks in 16 segments of 4 chunks of 2: a block of a cluster of 4 has 16 chunks, of 8 has 8, of 16
+  // has 4.
+  CHECK(shape_of(4096, 4, 1, 0).pairs_log2 == 1);
+  CHECK(shape_of(4096, 4, 1, 0).teams_log2 == 0);
+  CHECK(shape_of(4096, 8, 1, 0).pairs_log2 == 0);
+  CHECK(shape_of(4096, 8, 1, 0).teams_log2 == 0);
+  CHECK(shape_of(4096, 16, 1, 0).teams_log2 == 1);  // two warps a chunk, which share its rank tiles
+  // 448 blocks in 16 segments of 7 chunks of 4.
+  CHECK(shape_of(14336, 4, 1, 0).pairs_log2 == 0);
 }
 
 TEST_CASE("the blocks of the clusters of a row tile take every output tile of every projection once") {
