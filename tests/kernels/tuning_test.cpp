@@ -38,11 +38,21 @@ static_assert(prefill_tuning(2048, 63).cluster == 4 && prefill_tuning(2048, 64).
 TEST_CASE("the choice is total and never a cluster that the machine does not have") {
   for (std::int32_t const compute : {90, 100, 103, 120, 121}) {
     for (std::int32_t const rows : {1, 2, 3, 64, 128, 129, 512, 513, 8192, 1 << 30}) {
-      std::size_t const choice = delta_tuning(largest_cluster(compute), rows);
-      REQUIRE(choice < std::size(delta_tunings));
-      CHECK(delta_tunings[choice].cluster <= largest_cluster(compute));
+      for (std::int64_t const row_elements : {std::int64_t{2}, std::int64_t{8192}, std::int64_t{1} << 33}) {
+        std::size_t const choice = delta_tuning(largest_cluster(compute), rows, row_elements);
+        REQUIRE(choice < std::size(delta_tunings));
+        CHECK(delta_tunings[choice].cluster <= largest_cluster(compute));
+      }
     }
   }
+}
+
+TEST_CASE("64 rows have clusters of 4 where rows are short and of 8 where they are long") {
+  CHECK(delta_tunings[delta_tuning(16, 64, 4096 + 4096)].cluster == 4);
+  CHECK(delta_tunings[delta_tuning(16, 64, 14336 + 4096)].cluster == 8);
+  CHECK(delta_tunings[delta_tuning(16, 256, 14336 + 4096)].cluster == 4);
+  CHECK(delta_tunings[delta_tuning(16, 1, 4096 + 4096)].cluster == 16);
+  CHECK(delta_tunings[delta_tuning(8, 1, 4096 + 4096)].cluster == 8);
 }
 
 TEST_CASE("a machine knows what was prepared, and refuses more than it can note") {

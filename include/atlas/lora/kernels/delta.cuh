@@ -131,7 +131,9 @@ cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int
                          Machine const& machine, cudaStream_t stream) noexcept {
   cudaError_t error = cudaSuccess;
   if (launch_many(p, source, tiles, 1, machine, stream, error)) return error;
-  switch (delta_tuning(machine.max_cluster, p.rows)) {
+  std::int64_t row_elements = p.k_in;
+  for (int i = 0; i < p.num_projections; ++i) row_elements += p.projections[i].table.n_out;
+  switch (delta_tuning(machine.max_cluster, p.rows, row_elements)) {
     case 0: return launch_whole<BuiltTuning<0, T>>(p, source, tiles, machine, stream);
     case 1: return launch_whole<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
     case 2: return launch_whole<BuiltTuning<2, T>>(p, source, tiles, machine, stream);

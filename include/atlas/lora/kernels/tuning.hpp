@@ -74,10 +74,17 @@ inline constexpr DeltaTuning delta_tunings[] = {
   return has_clusters(compute) ? DeltaForm::one_launch : DeltaForm::two_launches;
 }
 
-/// The index into `delta_tunings` for `rows` rows on a machine whose largest cluster is `max_cluster`.
-[[nodiscard]] constexpr std::size_t delta_tuning(std::int32_t max_cluster, std::int32_t rows) noexcept {
+/// Elements of x and y of a row, all projections together, beyond which up to 128 rows have clusters of 8:
+/// the blocks of a smaller cluster have too much of each row tile to do. 14336 -> 4096, 64 rows of 32
+/// adapters, rank 16 and 64: 8.5 and 26.5 us with 8, 10.3 and 32.1 with 4.
+inline constexpr std::int64_t long_row_elements = 12288;
+
+/// The index into `delta_tunings` for `rows` rows of `row_elements` elements (k_in and every n_out) on a
+/// machine whose largest cluster is `max_cluster`.
+[[nodiscard]] constexpr std::size_t delta_tuning(std::int32_t max_cluster, std::int32_t rows,
+                                                 std::int64_t row_elements) noexcept {
   if (rows <= 2 && max_cluster >= 16) return 0;
-  return rows <= 16 ? 1 : 2;
+  return rows <= (row_elements > long_row_elements ? 128 : 16) ? 1 : 2;
 }
 
 /// Most rows that the one-launch kernel of few rows serves where there is one for many.
