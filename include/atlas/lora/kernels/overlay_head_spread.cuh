@@ -69,11 +69,12 @@ class SpreadItem {
       }
     }
     std::int32_t const tasks = own_.size() * across_;
+    int const warp = this_warp();
 #pragma unroll 1
     for (std::int32_t task = 0; task == 0 || (!one_round && task < tasks); task += head_warps) {
-      bool const works = task + warp_ < tasks;
-      std::int32_t const segment = works ? (task + warp_) / across_ : 0;
-      std::int32_t const m = task + warp_ - segment * across_;
+      bool const works = task + warp < tasks;
+      std::int32_t const segment = works ? (task + warp) / across_ : 0;
+      std::int32_t const m = task + warp - segment * across_;
       bool const exists = works && override_of(m) < group_of_.overrides;
       BlockRange const blocks = p_.cut.segment(own_.first + segment);
       Walk walk(group_of_, p_.params.table.hidden, override_of(exists ? m : 0), p_.cut,
@@ -91,7 +92,7 @@ class SpreadItem {
       if (Cluster > 1 && task == 0) cluster_wait();
       if (exists) send(walk, m, own_.first + segment);
     }
-    fold(warp_ / vectors * Cluster + block_);
+    fold(this_warp() / vectors * Cluster + block_);
   }
 
  private:
@@ -102,6 +103,9 @@ class SpreadItem {
       (max_segments + Cluster - 1) / Cluster * most_across_tiles<Cluster> <= head_warps;
   static_assert(head_folded_tiles<Cluster, T> * vectors <= head_warps);
 
+  /// This warp: in a cluster, whose weights leave no register for it, asked for wherever it is needed; over
+  /// the rounds of a block alone, kept.
+  __device__ int this_warp() const { return Cluster > 1 ? warp_index() : warp_; }
   __device__ std::int32_t override_of(std::int32_t m) const {
     return first_override_ + m * head_tile_overrides;
   }
@@ -136,7 +140,7 @@ class SpreadItem {
         for (std::int32_t s = 0; s < segments && first + s < own_.size(); ++s) {
           BlockRange const of = p_.cut.segment(own_.first + first + s);
 #pragma unroll 1
-          for (std::int32_t b = warp_; b < window && of.first + w + b < of.last; b += head_warps) {
+          for (std::int32_t b = this_warp(); b < window && of.first + w + b < of.last; b += head_warps) {
             visit(x_ + (s * window + b) * Down * tile_packs<T>, of.first + w + b);
           }
         }
@@ -191,7 +195,7 @@ class SpreadItem {
     if (!folds(tile)) return;
     // No warp is a phase behind: all meet before the next item's sums are sent.
     if constexpr (Cluster > 1) batch_.full.wait(batch_.phase);
-    float4 const* const own = sums_ + warp_ * warp_threads + lane_index();
+    float4 const* const own = sums_ + this_warp() * warp_threads + lane_index();
     float4 total = own[0];
 #pragma unroll
     for (int s = 1; s < max_segments; ++s) {
@@ -200,7 +204,7 @@ class SpreadItem {
     }
     HeadTarget target;
     int const t = down_of(tile);
-    take_ids<T>(target, batch_.ids, tile - t * across_, warp_ % vectors);
+    take_ids<T>(target, batch_.ids, tile - t * across_, this_warp() % vectors);
     take_rows<T>(target, batch_.rows, t);
     write_logits(p_, target, total);
   }
