@@ -359,12 +359,9 @@ template <Element T, Element Y = T>
 [[nodiscard]] ATLAS_HIDDEN cudaError_t launch_shrink(ShrinkParams<T> const& params, Machine const& machine,
                                                      cudaStream_t stream) noexcept {
   detail::Operands<T, T> p;
+  detail::take_rows(p, params);
   p.x = params.x;
   p.x_row_stride = params.x_row_stride;
-  p.rows = params.rows;
-  p.plan = params.plan;
-  p.num_projections = params.num_projections;
-  p.inputs_settled = params.inputs_settled;
   p.xa = params.xa;
   p.xa_row_stride = params.xa_row_stride;
   for (int i = 0; i < max_projections; ++i) p.projections[i].table = params.tables[i];
@@ -386,10 +383,7 @@ template <Element T, Element Y>
 [[nodiscard]] ATLAS_HIDDEN cudaError_t launch_expand(ExpandParams<T, Y> const& params, Machine const& machine,
                                                      cudaStream_t stream) noexcept {
   detail::Operands<T, Y> p;
-  p.rows = params.rows;
-  p.plan = params.plan;
-  p.num_projections = params.num_projections;
-  p.inputs_settled = params.inputs_settled;
+  detail::take_rows(p, params);
   p.xa = const_cast<T*>(params.xa);  // one operand struct serves both halves; this one only reads it
   p.xa_row_stride = params.xa_row_stride;
   std::copy(params.projections, params.projections + max_projections, p.projections);

@@ -63,14 +63,20 @@ bool complete(Operands<T, Y>& p, bool reads_x, bool writes_y) noexcept {
   return true;
 }
 
-template <Element T, Element Y>
-bool complete(Operands<T, Y>& p, DeltaParams<T, Y> const& params) noexcept {
-  p.x = params.x;
-  p.x_row_stride = params.x_row_stride;
+/// Takes what every launch over a row plan says.
+template <Element T, Element Y, class Params>
+void take_rows(Operands<T, Y>& p, Params const& params) noexcept {
   p.rows = params.rows;
   p.plan = params.plan;
   p.num_projections = params.num_projections;
   p.inputs_settled = params.inputs_settled;
+}
+
+template <Element T, Element Y>
+bool complete(Operands<T, Y>& p, DeltaParams<T, Y> const& params) noexcept {
+  take_rows(p, params);
+  p.x = params.x;
+  p.x_row_stride = params.x_row_stride;
   std::copy(params.projections, params.projections + max_projections, p.projections);
   return complete(p, true, true) && usable(p.plan, p.rows);
 }
