@@ -64,4 +64,5 @@
 #include "atlas/lora/kernels/pair_delta.cuh"
 #include "atlas/lora/kernels/row_diff.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
+#include "atlas/lora/kernels/split_delta.cuh"
 #endif

@@ -116,6 +116,31 @@ TEST_SUITE("gpu") {
     }
   }
 
+  TEST_CASE_TEMPLATE("more adapters than teams of blocks, the same bits", T, float, __half, __nv_bfloat16) {
+    // Teams have one round of row tiles, or one and a part of another that they divide, in halves of
+    // clusters.
+    constexpr std::int32_t slots = 64;
+    std::vector<std::int32_t> ranks(slots);
+    for (std::int32_t i = 0; i < slots; ++i)
+      ranks[static_cast<std::size_t>(i)] = i % 7 == 3 ? 0 : 16 + i % 3 * 12;
+    Shape const shape{.k_in = 512, .n_out = {544, 72}, .ranks = ranks, .y_pad = 8};
+    for (std::int32_t const rows : {13, 30, 40, 57, 64, 100, 128}) {
+      if (small_shapes() && rows > 30) break;
+      std::vector<std::int32_t> row_slots(static_cast<std::size_t>(rows));
+      for (std::int32_t r = 0; r < rows; ++r) row_slots[static_cast<std::size_t>(r)] = r * 5 % slots;
+      Batch<T> const batch(shape, row_slots);
+      auto const want = batch.run(Form::split);
+      for (Form const form : all_forms) {
+        if (!runs<T, T>(form)) continue;
+        for (bool const settled : {false, true}) {
+          INFO(name(form) << ", rows " << rows << ", settled " << settled);
+          auto const got = batch.run(form, settled);
+          for (std::size_t p = 0; p < got.size(); ++p) CHECK(same_bytes(got[p], want[p]));
+        }
+      }
+    }
+  }
+
   TEST_CASE_TEMPLATE("the prefill kernel gives the bits of the split form", T, __half, __nv_bfloat16) {
     std::vector<Shape> shapes;
     shapes.push_back({.k_in = 4096, .n_out = {256, 64, 96}, .ranks = {16, 64, 8}, .y_pad = 8});

@@ -21,6 +21,7 @@
 #include "atlas/lora/kernels/delta.cuh"
 #include "atlas/lora/kernels/pair_delta.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
+#include "atlas/lora/kernels/split_delta.cuh"
 #include "atlas/lora/reference/delta.hpp"
 
 namespace atlas_test {

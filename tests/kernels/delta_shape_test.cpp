@@ -25,11 +25,11 @@ TEST_CASE("rows of xa are 64 bytes apart modulo 128") {
 
 /// The shape of a launch with two projections of `k_in`.
 DeltaShape shape_of(std::int64_t k_in, std::int32_t cluster, std::int32_t first_tiles,
-                    std::int32_t second_tiles) {
+                    std::int32_t second_tiles, std::int32_t whole_tiles = 0) {
   DeltaShape shape;
   shape.first_output[1] = first_tiles;
   shape.first_output[2] = first_tiles + second_tiles;
-  shape.set(Contraction(k_in), cluster, 8, 4, 2);
+  shape.set(Contraction(k_in), cluster, whole_tiles, 8, 4, 2);
   return shape;
 }
 
@@ -42,24 +42,26 @@ TEST_CASE("the warps of a cluster's blocks multiply every chunk of every rank ti
     for (std::int32_t const cluster : {1, 2, 4, 8, 16}) {
       INFO("k_in " << k_in << ", cluster " << cluster);
       DeltaShape const shape = shape_of(k_in, cluster, 1, 0);
-      REQUIRE(shape.group >= 1);
-      REQUIRE(shape.group * shape.segment_chunks <= max_chunk_slots);
+      TeamShape const& team = shape.team[0];
+      REQUIRE(team.group >= 1);
+      REQUIRE(team.group * shape.segment_chunks <= max_chunk_slots);
+      REQUIRE(team.group * shape.segment_chunks <= shape.chunk_slots);
       std::vector<int> times(static_cast<std::size_t>(cut.blocks()) * ranks, 0);
       for (std::int32_t block = 0; block < cluster; ++block) {
-        Share const segments = shape.segments_of(block);
-        for (std::int32_t s = segments.first; s < segments.last; s += shape.group) {
-          std::int32_t const slots = (std::min(s + shape.group, segments.last) - s) * shape.segment_chunks;
+        Share const segments = shape.segments_of(team, block);
+        for (std::int32_t s = segments.first; s < segments.last; s += team.group) {
+          std::int32_t const slots = (std::min(s + team.group, segments.last) - s) * shape.segment_chunks;
           for (std::int32_t warp = 0; warp < warps; ++warp) {
-            std::int32_t const of_team = warps >> shape.teams_log2;
-            for (std::int32_t first = warp % of_team << shape.pairs_log2; first < slots;
-                 first += of_team << shape.pairs_log2) {
-              for (std::int32_t slot = first; slot < first + (1 << shape.pairs_log2); ++slot) {
+            std::int32_t const of_mate = warps >> team.mates_log2;
+            for (std::int32_t first = warp % of_mate << team.pairs_log2; first < slots;
+                 first += of_mate << team.pairs_log2) {
+              for (std::int32_t slot = first; slot < first + (1 << team.pairs_log2); ++slot) {
                 BlockRange const blocks = shape.chunk_of_slot(s, segments.last, slot);
                 if (blocks.size() == 0) continue;
                 CHECK(slot < max_chunk_slots);
                 CHECK(blocks == cut.chunk(s + slot / shape.segment_chunks, slot % shape.segment_chunks));
-                CHECK((shape.pairs_log2 == 0 || blocks.size() <= pair_chunk_blocks));
-                for (std::int32_t r = warp / of_team; r < ranks; r += 1 << shape.teams_log2) {
+                CHECK((team.pairs_log2 == 0 || blocks.size() <= pair_chunk_blocks));
+                for (std::int32_t r = warp / of_mate; r < ranks; r += 1 << team.mates_log2) {
                   for (std::int32_t b = blocks.first; b < blocks.last; ++b)
                     ++times[static_cast<std::size_t>(b * ranks + r)];
                 }
@@ -76,13 +78,13 @@ TEST_CASE("the warps of a cluster's blocks multiply every chunk of every rank ti
 TEST_CASE("a warp takes two short chunks where a block has more of them than warps") {
   // 128 blocks in 16 segments of 4 chunks of 2: a block of a cluster of 4 has 16 chunks, of 8 has 8, of 16
   // has 4.
-  CHECK(shape_of(4096, 4, 1, 0).pairs_log2 == 1);
-  CHECK(shape_of(4096, 4, 1, 0).teams_log2 == 0);
-  CHECK(shape_of(4096, 8, 1, 0).pairs_log2 == 0);
-  CHECK(shape_of(4096, 8, 1, 0).teams_log2 == 0);
-  CHECK(shape_of(4096, 16, 1, 0).teams_log2 == 1);  // two warps a chunk, which share its rank tiles
+  CHECK(shape_of(4096, 4, 1, 0).team[0].pairs_log2 == 1);
+  CHECK(shape_of(4096, 4, 1, 0).team[0].mates_log2 == 0);
+  CHECK(shape_of(4096, 8, 1, 0).team[0].pairs_log2 == 0);
+  CHECK(shape_of(4096, 8, 1, 0).team[0].mates_log2 == 0);
+  CHECK(shape_of(4096, 16, 1, 0).team[0].mates_log2 == 1);  // two warps a chunk, which share its rank tiles
   // 448 blocks in 16 segments of 7 chunks of 4.
-  CHECK(shape_of(14336, 4, 1, 0).pairs_log2 == 0);
+  CHECK(shape_of(14336, 4, 1, 0).team[0].pairs_log2 == 0);
 }
 
 TEST_CASE("the blocks of the clusters of a row tile take every output tile of every projection once") {
@@ -95,7 +97,7 @@ TEST_CASE("the blocks of the clusters of a row tile take every output tile of ev
           for (std::int32_t projection = 0; projection < 2; ++projection) {
             std::int32_t next = 0;
             for (std::int32_t i = 0; i < cluster * parts; ++i) {
-              Share const own = shape.outputs_of(i % cluster, i / cluster, parts, projection);
+              Share const own = shape.outputs_of(shape.team[0], i % cluster, i / cluster, parts, projection);
               if (own.size() == 0) continue;
               CHECK(own.first == next);
               next = own.last;
@@ -108,17 +110,77 @@ TEST_CASE("the blocks of the clusters of a row tile take every output tile of ev
   }
 }
 
-TEST_CASE("row tiles are shared by at most half of the clusters, and by no more than there is work for") {
+TEST_CASE("half of a cluster has no more chunk sums than its blocks have room for") {
+  for (std::int64_t const k_in : {33, 768, 4096, 8192, 14336, 28672}) {
+    for (std::int32_t const cluster : {4, 8, 16}) {
+      INFO("k_in " << k_in << ", cluster " << cluster);
+      DeltaShape const split = shape_of(k_in, cluster, 64, 0, 5);
+      DeltaShape const half = shape_of(k_in, cluster / 2, 64, 0);
+      CHECK(split.team[0].log2 == split.team[1].log2 + 1);
+      CHECK(split.team[1].block_segments == half.team[0].block_segments);
+      CHECK(split.team[1].block_outputs == half.team[0].block_outputs);
+      CHECK(split.chunk_slots >= split.team[0].group * split.segment_chunks);
+      CHECK(split.chunk_slots == half.chunk_slots);
+    }
+  }
+}
+
+/// How often each output tile of each row tile is taken by the teams' walks.
+std::vector<int> taken(DeltaShape const& shape, std::int32_t teams, std::int32_t tiles) {
+  TeamShape const& team = shape.team[0];
+  std::int32_t const outputs = shape.first_output[1];
+  std::vector<int> times(static_cast<std::size_t>(tiles * outputs), 0);
+  auto const take = [&](std::int32_t tile, std::int32_t part, std::int32_t parts) {
+    for (std::int32_t block = 0; block < 1 << team.log2; ++block) {
+      Share const own = shape.outputs_of(team, block, part, parts, 0);
+      for (std::int32_t t = own.first; t < own.last; ++t)
+        ++times[static_cast<std::size_t>(tile * outputs + t)];
+    }
+  };
+  for (std::int32_t index = 0; index < teams; ++index) {
+    TileWalk const walk = shape.walk_of(team, teams, tiles, index);
+    for (std::int32_t i = 0; i < walk.whole; ++i) take(index + i * teams, 0, 1);
+    if (walk.shared < tiles) take(walk.shared, walk.part, walk.parts);
+  }
+  return times;
+}
+
+TEST_CASE("the teams' walks take every output of every row tile once") {
+  for (std::int32_t const outputs : {1, 8, 128, 448}) {
+    DeltaShape const shape = shape_of(4096, 8, outputs, 0);
+    for (std::int32_t const teams : {1, 6, 28, 30, 60}) {
+      for (std::int32_t const tiles :
+           {0, 1, 2, 5, 7, 14, 15, 27, 28, 29, 31, 56, 59, 60, 61, 64, 90, 180, 181, 999}) {
+        INFO(outputs << " outputs, " << teams << " teams, " << tiles << " row tiles");
+        for (int const t : taken(shape, teams, tiles)) REQUIRE(t == 1);
+      }
+    }
+  }
+}
+
+TEST_CASE("a last round that is not full is divided, and one alone by at most half of the teams") {
   DeltaShape const shape = shape_of(4096, 8, 448, 0);  // 56 output tiles a block: 7 for each of 8 warps
-  CHECK(shape.max_parts == 7);
-  CHECK(shape.parts_of(30, 0) == 1);
-  CHECK(shape.parts_of(30, 1) == 7);
-  CHECK(shape.parts_of(30, 3) == 5);
-  CHECK(shape.parts_of(30, 7) == 2);
-  CHECK(shape.parts_of(30, 8) == 1);
-  CHECK(shape.parts_of(1, 1) == 1);
-  CHECK(shape.parts_of(30, 1 << 30) == 1);
-  CHECK(shape.parts_of(30, -5) == 1);
+  TeamShape const& team = shape.team[0];
+  CHECK(team.max_parts == 7);
+  CHECK(shape.walk_of(team, 30, 1, 3) == TileWalk{0, 0, 3, 7});
+  CHECK(shape.walk_of(team, 30, 1, 7) == TileWalk{0, no_tile, 7, 7});
+  CHECK(shape.walk_of(team, 30, 3, 14) == TileWalk{0, 2, 4, 5});
+  CHECK(shape.walk_of(team, 30, 8, 7) == TileWalk{0, 7, 0, 1});
+  CHECK(shape.walk_of(team, 30, 8, 8) == TileWalk{0, no_tile, 0, 1});
+  CHECK(shape.walk_of(team, 30, 34, 0) == TileWalk{1, 30, 0, 7});
+  CHECK(shape.walk_of(team, 30, 34, 27) == TileWalk{1, 33, 6, 7});
+  CHECK(shape.walk_of(team, 30, 34, 28) == TileWalk{1, no_tile, 7, 7});
+  CHECK(shape.walk_of(team, 30, 60, 29) == TileWalk{2, no_tile, 0, 1});
+}
+
+TEST_CASE("a plan that says nonsense gives no team a row tile that it could not have") {
+  DeltaShape const shape = shape_of(4096, 8, 448, 0);
+  for (std::int32_t const tiles : {0, -1, -5, -1000000}) {
+    TileWalk const walk = shape.walk_of(shape.team[0], 30, tiles, 3);
+    CHECK(walk.whole == 0);
+    CHECK(walk.shared == no_tile);
+  }
+  CHECK(shape.walk_of(shape.team[0], 1, 1, 0) == TileWalk{1, no_tile, 0, 1});
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "atlas/lora/kernels/pair_delta.cuh"
 #include "atlas/lora/kernels/row_diff.cuh"
 #include "atlas/lora/kernels/row_plan.cuh"
+#include "atlas/lora/kernels/split_delta.cuh"
 
 namespace atlas_test {
 

@@ -37,22 +37,25 @@ static_assert(prefill_tuning(2048, 63).cluster == 4 && prefill_tuning(2048, 64).
 
 TEST_CASE("the choice is total and never a cluster that the machine does not have") {
   for (std::int32_t const compute : {90, 100, 103, 120, 121}) {
-    for (std::int32_t const rows : {1, 2, 3, 64, 128, 129, 512, 513, 8192, 1 << 30}) {
+    for (std::int32_t const rows : {1, 2, 3, 8, 9, 64, 128, 129, 512, 513, 8192, 1 << 30}) {
       for (std::int64_t const row_elements : {std::int64_t{2}, std::int64_t{8192}, std::int64_t{1} << 33}) {
-        std::size_t const choice = delta_tuning(largest_cluster(compute), rows, row_elements);
-        REQUIRE(choice < std::size(delta_tunings));
-        CHECK(delta_tunings[choice].cluster <= largest_cluster(compute));
+        DeltaChoice const choice = delta_choice(largest_cluster(compute), rows, row_elements);
+        REQUIRE(choice.tuning < std::size(delta_tunings));
+        CHECK(delta_tunings[choice.tuning].cluster <= largest_cluster(compute));
+        CHECK((!choice.splits || choice.tuning == 1));
       }
     }
   }
 }
 
-TEST_CASE("64 rows have clusters of 4 where rows are short and of 8 where they are long") {
-  CHECK(delta_tunings[delta_tuning(16, 64, 4096 + 4096)].cluster == 4);
-  CHECK(delta_tunings[delta_tuning(16, 64, 14336 + 4096)].cluster == 8);
-  CHECK(delta_tunings[delta_tuning(16, 256, 14336 + 4096)].cluster == 4);
-  CHECK(delta_tunings[delta_tuning(16, 1, 4096 + 4096)].cluster == 16);
-  CHECK(delta_tunings[delta_tuning(8, 1, 4096 + 4096)].cluster == 8);
+TEST_CASE("few rows have clusters of 16, many of 4, and those between of 8, which may be two teams") {
+  CHECK(delta_choice(16, 1, 4096 + 4096) == DeltaChoice{0, false});
+  CHECK(delta_choice(16, 8, 4096 + 4096) == DeltaChoice{0, false});
+  CHECK(delta_choice(8, 1, 4096 + 4096) == DeltaChoice{1, false});
+  CHECK(delta_choice(16, 9, 4096 + 4096) == DeltaChoice{1, false});
+  CHECK(delta_choice(16, 64, 4096 + 4096) == DeltaChoice{1, true});
+  CHECK(delta_choice(16, 64, 14336 + 4096) == DeltaChoice{1, false});
+  CHECK(delta_choice(16, 129, 14336 + 4096) == DeltaChoice{2, false});
 }
 
 TEST_CASE("a machine knows what was prepared, and refuses more than it can note") {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// The routed delta's launchers: y[row] += scale * (x[row] @ A_s^T) @ B_s^T for the rows of a plan, whole
-// (`launch_delta`) and split (`launch_shrink`, `launch_expand`), and one pair for all rows. In a forward pass
-// a delta goes right after its base projection, before anything reads that output.
+// The routed delta's launchers: y[row] += scale * (x[row] @ A_s^T) @ B_s^T for the rows of a plan. In a
+// forward pass a delta goes right after its base projection, before anything reads that output.
+// split_delta.cuh has its two halves, pair_delta.cuh one pair for all rows.
 //
 // Every launcher only enqueues: no allocation, no synchronisation, nothing read back. All are safe in graph
 // capture, and a captured launch is right for every later content of row slots, plan and tables. Errors:
@@ -50,40 +50,59 @@ inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t blocks, st
   return {clusters * tuning.cluster, tuning.threads, tuning.cluster, shared};
 }
 
-/// Fills what the blocks of the one-launch kernel share.
+/// Fills what the blocks of the one-launch kernel share; clusters are two teams beyond `most_whole_tiles` row
+/// tiles, unless it is 0.
 template <Element T, Element Y>
-void set_shape(Operands<T, Y>& p, DeltaTuning const& tuning) noexcept {
+void set_shape(Operands<T, Y>& p, DeltaTuning const& tuning, std::int32_t most_whole_tiles = 0) noexcept {
   for (int i = 0; i < p.num_projections; ++i) {
     p.shape.first_output[i + 1] = p.shape.first_output[i] + output_tiles(p.projections[i].table.n_out);
     p.shape.xa_offset[i] = xa_shared_offset(p, i);
   }
-  p.shape.set(Contraction(p.k_in), tuning.cluster, tuning.threads / warp_threads, p.segment_rank_tiles,
-              p.num_projections);
+  p.shape.set(Contraction(p.k_in), tuning.cluster, most_whole_tiles, tuning.threads / warp_threads,
+              p.segment_rank_tiles, p.num_projections);
 }
 
 /// The one-launch kernel of a tuning; its cluster is an argument.
-template <class Tuning, Element T, Element Y, class Source>
+template <class Tuning, bool Splits, Element T, Element Y, class Source>
 inline constexpr auto delta_kernel_of =
-    &delta_kernel<Tuning::value.threads / warp_threads, blocks_of(Tuning::value, sizeof(T)), T, Y, Source>;
+    &delta_kernel<Tuning::value.threads / warp_threads, blocks_of(Tuning::value, sizeof(T)), Splits, T, Y,
+                  Source>;
 
-template <class Tuning, Element T, Element Y, class Source>
+/// Whether there is a kernel whose clusters may be two teams: sums or outputs in float leave no registers for
+/// it.
+template <Element T, Element Y>
+inline constexpr bool splits_clusters = sizeof(T) == 2 && sizeof(Y) == 2;
+
+/// The one-launch form of a tuning, whose clusters may be two teams where it `Splits`: beyond
+/// `most_whole_tiles` row tiles.
+template <class Tuning, bool Splits = false, Element T, Element Y, class Source>
 cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t tiles, Machine const& machine,
-                         cudaStream_t stream) noexcept {
+                         cudaStream_t stream, std::int32_t most_whole_tiles = 0) noexcept {
   constexpr DeltaTuning tuning = Tuning::value;
-  set_shape(p, tuning);
+  set_shape(p, tuning, most_whole_tiles);
   std::size_t const shared =
       delta_shared_bytes<tuning.threads / warp_threads, T>(p.shape, p.xa_shared_stride);
   if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster)
     return cudaErrorInvalidValue;
   LaunchShape const shape = team_shape(tuning, blocks_of(tuning, sizeof(T)),
-                                       tiles * std::int64_t{p.shape.max_parts}, shared, machine);
-  return launch(delta_kernel_of<Tuning, T, Y, Source>, shape, machine, stream, p, source);
+                                       tiles * std::int64_t{p.shape.team[0].max_parts}, shared, machine);
+  return launch(delta_kernel_of<Tuning, Splits, T, Y, Source>, shape, machine, stream, p, source);
+}
+
+/// The same in clusters that are two teams where there are more row tiles than clusters at once.
+template <class Tuning, Element T, Element Y, class Source>
+cudaError_t launch_splitting(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
+                             Machine const& machine, cudaStream_t stream) noexcept {
+  constexpr DeltaTuning tuning = Tuning::value;
+  bool const two = blocks_of(tuning, sizeof(T)) >= 2 && tuning.grid_per_multiprocessor >= 2;
+  return launch_whole<Tuning, true>(p, source, tiles, machine, stream,
+                                    machine.resident_teams(tuning.cluster, two ? 2 : 1));
 }
 
 /// Bytes of shared memory of a block of the prefill kernel; `p.shape` is set.
 template <Element T, Element Y>
 std::size_t prefill_bytes(Operands<T, Y> const& p) noexcept {
-  return prefill_shared_bytes<T>(p.shape.cluster_log2, prefill_slab(p.segment_rank_tiles),
+  return prefill_shared_bytes<T>(p.shape.team[0].log2, prefill_slab(p.segment_rank_tiles),
                                  p.xa_shared_stride);
 }
 
@@ -113,18 +132,6 @@ bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t til
   return false;
 }
 
-template <class Tuning, Element T, class Source>
-cudaError_t launch_sums(Operands<T, T> const& p, Source const& source, std::int32_t tiles,
-                        Machine const& machine, cudaStream_t stream) noexcept {
-  std::size_t const shared = chunk_bytes + segment_bytes;
-  if (shared > machine.shared_bytes_per_block || Tuning::value.cluster > machine.max_cluster) {
-    return cudaErrorInvalidValue;
-  }
-  return launch(shrink_kernel<T, T, Source, Tuning>,
-                team_shape(Tuning::value, blocks_of(Tuning::value, sizeof(T)), tiles, shared, machine),
-                machine, stream, p, source);
-}
-
 /// The one-launch form in the kernel and the tuning that the library picks.
 template <Element T, Element Y, class Source>
 cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
@@ -133,11 +140,14 @@ cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int
   if (launch_many(p, source, tiles, 1, machine, stream, error)) return error;
   std::int64_t row_elements = p.k_in;
   for (int i = 0; i < p.num_projections; ++i) row_elements += p.projections[i].table.n_out;
-  switch (delta_tuning(machine.max_cluster, p.rows, row_elements)) {
+  DeltaChoice const choice = delta_choice(machine.max_cluster, p.rows, row_elements);
+  if constexpr (splits_clusters<T, Y>) {
+    if (choice.splits) return launch_splitting<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
+  }
+  switch (choice.tuning) {
     case 0: return launch_whole<BuiltTuning<0, T>>(p, source, tiles, machine, stream);
     case 1: return launch_whole<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
-    case 2: return launch_whole<BuiltTuning<2, T>>(p, source, tiles, machine, stream);
-    default: return launch_whole<BuiltTuning<3, T>>(p, source, tiles, machine, stream);
+    default: return launch_whole<BuiltTuning<2, T>>(p, source, tiles, machine, stream);
   }
 }
 
@@ -180,9 +190,9 @@ cudaError_t launch_in_two(Operands<T, Y> p, Source const& source, std::int32_t t
 namespace detail {
 
 /// Visits the one-launch kernel of a tuning.
-template <Element T, Element Y, class Source, class Tuning, class Visit>
+template <Element T, Element Y, class Source, class Tuning, bool Splits, class Visit>
 void visit_whole(Visit const& visit) {
-  visit(reinterpret_cast<void const*>(delta_kernel_of<Tuning, T, Y, Source>), Tuning::value.cluster,
+  visit(reinterpret_cast<void const*>(delta_kernel_of<Tuning, Splits, T, Y, Source>), Tuning::value.cluster,
         Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)));
 }
 
@@ -202,10 +212,11 @@ void visit_prefill(Visit const& visit) {
 template <Element T, Element Y, class Source, class Visit>
 void visit_built(Visit const& visit) {
   visit_prefill<T, Y, Source>(visit);
-  visit_whole<T, Y, Source, BuiltTuning<0, T>>(visit);
-  visit_whole<T, Y, Source, BuiltTuning<1, T>>(visit);
-  visit_whole<T, Y, Source, BuiltTuning<2, T>>(visit);
-  visit_whole<T, Y, Source, BuiltTuning<3, T>>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<0, T>, false>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<1, T>, false>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<2, T>, false>(visit);
+  visit_whole<T, Y, Source, BuiltTuning<3, T>, false>(visit);
+  if constexpr (splits_clusters<T, Y>) visit_whole<T, Y, Source, BuiltTuning<1, T>, true>(visit);
 }
 
 }  // namespace detail
@@ -276,7 +287,7 @@ template <class Tuning, Element T, Element Y = T>
 struct TunedDelta {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
-    detail::visit_whole<T, Y, detail::PlanSource, Tuning>(visit);
+    detail::visit_whole<T, Y, detail::PlanSource, Tuning, false>(visit);
   }
 };
 
@@ -335,68 +346,6 @@ template <Element T, Element Y>
   std::int32_t const tiles = max_row_tiles(p.rows, p.plan.max_groups);
   detail::PlanSource const source;
   return detail::launch_built(p, source, tiles, machine, stream);
-}
-
-/// The operation of `launch_shrink` and `launch_expand`.
-template <Element T, Element Y = T>
-struct SplitDelta {
-  template <class Visit>
-  static void for_each_kernel(Visit const& visit) {
-    using Source = detail::PlanSource;
-    using Tuning = detail::BuiltTuning<1, T>;
-    visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, Tuning>), Tuning::value.cluster,
-          Tuning::value.threads, blocks_of(Tuning::value, sizeof(T)));
-    visit(reinterpret_cast<void const*>(&detail::shrink_kernel<T, T, Source, detail::LoneTuning>), 1,
-          detail::LoneTuning::value.threads, 1);
-    visit(reinterpret_cast<void const*>(&detail::expand_kernel<false, T, Y, Source, detail::LoneTuning>), 1,
-          detail::LoneTuning::value.threads, 1);
-  }
-};
-
-/// The first half: complete sums, rounded to T, into `params.xa`. Only elements below a row's true ranks are
-/// written.
-template <Element T, Element Y = T>
-[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_shrink(ShrinkParams<T> const& params, Machine const& machine,
-                                                     cudaStream_t stream) noexcept {
-  detail::Operands<T, T> p;
-  detail::take_rows(p, params);
-  p.x = params.x;
-  p.x_row_stride = params.x_row_stride;
-  p.xa = params.xa;
-  p.xa_row_stride = params.xa_row_stride;
-  for (int i = 0; i < max_projections; ++i) p.projections[i].table = params.tables[i];
-  bool const good = machine.prepared(operation_id<SplitDelta<T, Y>>()) && detail::complete(p, true, false) &&
-                    detail::usable(p.plan, p.rows) && p.xa != nullptr &&
-                    p.xa_row_stride >= xa_width(params.tables, p.num_projections);
-  if (!good) return cudaErrorInvalidValue;
-  if (detail::idle(p)) return cudaSuccess;
-  std::int32_t const tiles = max_row_tiles(p.rows, p.plan.max_groups);
-  if (machine.max_cluster >= detail::BuiltTuning<1, T>::value.cluster) {
-    return detail::launch_sums<detail::BuiltTuning<1, T>>(p, detail::PlanSource{}, tiles, machine, stream);
-  }
-  return detail::launch_sums<detail::LoneTuning>(p, detail::PlanSource{}, tiles, machine, stream);
-}
-
-/// The second half: expands what is in `params.xa` and folds it into every y. Together with `launch_shrink`
-/// it gives the bits of `launch_delta`; a collective on xa between the two changes them.
-template <Element T, Element Y>
-[[nodiscard]] ATLAS_HIDDEN cudaError_t launch_expand(ExpandParams<T, Y> const& params, Machine const& machine,
-                                                     cudaStream_t stream) noexcept {
-  detail::Operands<T, Y> p;
-  detail::take_rows(p, params);
-  p.xa = const_cast<T*>(params.xa);  // one operand struct serves both halves; this one only reads it
-  p.xa_row_stride = params.xa_row_stride;
-  std::copy(params.projections, params.projections + max_projections, p.projections);
-  bool good = machine.prepared(operation_id<SplitDelta<T, Y>>()) && detail::complete(p, false, true) &&
-              detail::usable(p.plan, p.rows) && p.xa != nullptr;
-  std::int64_t width = 0;
-  for (int i = 0; good && i < p.num_projections; ++i)
-    width += xa_projection_width(p.projections[i].table.max_rank);
-  good = good && p.xa_row_stride >= width;
-  if (!good) return cudaErrorInvalidValue;
-  if (detail::idle(p)) return cudaSuccess;
-  return detail::launch_second<false>(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups),
-                                      machine, stream);
 }
 
 }  // namespace atlas::lora::inline v0

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// The whole delta in one launch. A cluster works on one row tile after another; each of its blocks takes a
-// share of the segments for the shrink and a share of the output tiles for the expand, and segment sums cross
-// by distributed shared memory.
+// The whole delta in one launch. A team of blocks, a cluster or half of one, works on one row tile after
+// another; each of its blocks takes a share of the segments for the shrink and a share of the output tiles
+// for the expand, and segment sums cross by distributed shared memory.
 //
-// Weights go from memory straight to the registers of the warps that multiply them. A cluster finds its next
+// Weights go from memory straight to the registers of the warps that multiply them. A team finds its next
 // row tiles together, a warp each, and asks for their weights a tile ahead, so that they come from L2 when
 // their turn is there. Where `inputs_settled` allows it, plan, cells and the first weights are read before
 // the launch's dependencies are complete.
@@ -25,31 +25,54 @@
 
 namespace atlas::lora::inline v0::detail {
 
-/// The whole delta. The grid is a multiple of the cluster, whose size is `p.shape`'s.
-template <int Warps, int BlocksPerMultiprocessor, Element T, Element Y, class Source>
+/// The whole delta. The grid is a multiple of the cluster, which is `p.shape`'s, and may be two teams where
+/// the kernel `Splits`.
+template <int Warps, int BlocksPerMultiprocessor, bool Splits, Element T, Element Y, class Source>
 __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     delta_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ float4 dynamic[];
   DeltaShared<Warps, T> const shared(dynamic, p.shape);
   if (!p.inputs_settled) enter();
-  int const block = static_cast<int>(blockIdx.x) & ((1 << p.shape.cluster_log2) - 1);
-  int const warp = warp_index();
-  auto const clusters = static_cast<std::int32_t>(gridDim.x) >> p.shape.cluster_log2;
-  auto const index = static_cast<std::int32_t>(blockIdx.x) >> p.shape.cluster_log2;
-  // Row tiles are found a window at a time, a warp each.
-  source.load(shared.tile(warp), p, index + warp * clusters);
   std::int32_t const tiles = source.num_tiles(p);
-  std::int32_t const parts = p.shape.parts_of(clusters, tiles);
-  std::int32_t const part = parts > 1 ? index / tiles : 0;
-  if (part > 0 && warp == 0) source.load(shared.tile(0), p, part < parts ? index % tiles : tiles);
-  if (threadIdx.x < p.num_projections) {
-    Share const own = p.shape.outputs_of(block, part, parts, static_cast<std::int32_t>(threadIdx.x));
-    shared.head->own[threadIdx.x] = make_int2(own.first, own.last);
-  } else if (threadIdx.x == warp_threads) {
+  int const warp = warp_index();
+  auto const grid = static_cast<std::int32_t>(gridDim.x);
+  auto const place = static_cast<std::int32_t>(blockIdx.x);
+  // Row tiles are found a window at a time, a warp each. The first is found beside the number of row tiles,
+  // so for both sizes of team: half of it is for each.
+  constexpr int first_window = Splits ? Warps / 2 : Warps;
+  int const guess = warp / first_window;
+  int const guess_log2 = p.shape.team[0].log2 - guess;
+  source.load(shared.tile(warp), p,
+              (place >> guess_log2) + (warp - guess * first_window) * (grid >> guess_log2));
+  int const size = Splits && tiles > p.shape.most_whole_tiles ? 1 : 0;
+  TeamShape const& team = p.shape.team[size];
+  TileWalk const walk = p.shape.walk_of(team, grid >> team.log2, tiles, place >> team.log2);
+  int const begin = size * first_window;
+  if (walk.part > 0 && guess == size && warp == begin + walk.whole)
+    source.load(shared.tile(warp), p, walk.shared);
+  if (lane_index() == 0) shared.tile(warp).divided = warp == begin + walk.whole ? 1 : 0;
+  int const lane = lane_index();
+  if (warp == 0) {
+    int const block = place & ((1 << team.log2) - 1);
+    if (lane < p.num_projections) {
+      Share const whole = p.shape.outputs_of(team, block, 0, 1, lane);
+      shared.head->own[0][lane] = make_int2(whole.first, whole.last);
+      Share const part = p.shape.outputs_of(team, block, walk.part, walk.parts, lane);
+      shared.head->own[1][lane] = make_int2(part.first, part.last);
+    }
+  } else if (lane == 0 && warp == 1) {
     shared.head->sums_full.init(1);
-    shared.head->sums_empty.init(1 << p.shape.cluster_log2);
+    shared.head->sums_empty.init(1 << team.log2);
     publish_barriers();
+  } else if (lane == 0 && warp == 2) {
+    shared.head->window_end = begin + first_window;
+    shared.head->window_items = first_window;
+    shared.head->teams = grid >> team.log2;
+    shared.head->index = place >> team.log2;
+    shared.head->walk = walk;
+  } else if (Splits && lane == 0 && warp == 3) {
+    shared.head->team = team;
   }
   // Segments that do not exist count as the sum that changes nothing.
   for (int i = static_cast<int>(threadIdx.x);
@@ -57,28 +80,28 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     if (i % rank_tile_segments >= p.shape.segments * rank_tile_values)
       reinterpret_cast<float*>(shared.segments)[i] = -0.0F;
   }
-  Multiply<Source, Warps, T, Y> multiply(p, shared);
+  Multiply<Source, Warps, Splits, T, Y> multiply(p, shared);
   __syncthreads();
   // The wait stands before the first word to another block.
   cluster_arrive_relaxed();
-  int i = 0;
-  for (std::int32_t turn = Warps;; turn += Warps) {
+  for (int i = begin;; i = 0) {
 #pragma unroll 1
-    for (i = 0; i < Warps; ++i) {
-      if (shared.tile(i).exists == 0) break;
-      multiply.tile(i);
+    while (i < shared.head->window_end && shared.tile(i).exists != 0) multiply.tile(i++);
+    if (i < shared.head->window_end) {
+      multiply.finish(i);
+      break;
     }
-    if (i < Warps) break;
+    // The warp is asked for again, so that nothing that follows from it is held all the way.
+    int const again = thread_here() / warp_threads;
+    std::int32_t const item = shared.head->window_items;
     __syncthreads();
-    source.load(shared.tile(warp), p, index + (turn + warp) * clusters);
+    source.load(shared.tile(again), p, shared.row_tile(item + again));
+    if (lane_index() == 0) shared.tile(again).divided = item + again == shared.head->walk.whole ? 1 : 0;
+    if (threadIdx.x == 0) {
+      shared.head->window_end = Warps;
+      shared.head->window_items = item + Warps;
+    }
     __syncthreads();
-  }
-  multiply.settle();
-  // No block leaves while another may still arrive at its barriers; the release makes the arrivals come
-  // first.
-  if (multiply.expects_arrivals(i)) {
-    cluster_arrive();
-    cluster_wait();
   }
 #endif
 }

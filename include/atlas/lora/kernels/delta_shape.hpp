@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// How the one-launch delta divides a row tile among the blocks of a cluster and their warps: arithmetic
+// How the one-launch delta divides a row tile among the blocks of a team and their warps: arithmetic
 // shared by launcher, kernel and CPU tests.
 #pragma once
 
@@ -27,84 +27,108 @@ inline constexpr std::int32_t max_chunk_slots = 32;
 /// Most blocks of a chunk of which a warp takes two together.
 inline constexpr std::int32_t pair_chunk_blocks = 2;
 
+/// What stands for a row tile that does not exist.
+inline constexpr std::int32_t no_tile = std::int32_t{1} << 30;
+
+/// The row tiles of a team: first `whole` of its own, the `i`-th one `i` times the teams after the first,
+/// then one whose outputs are divided among `parts` teams, each of which does all of its shrink. So a last
+/// round that is not full lasts less long.
+struct TileWalk {
+  std::int32_t whole = 0;
+  std::int32_t shared = no_tile;  ///< the row tile after those, or `no_tile`
+  std::int32_t part = 0;          ///< this team's
+  std::int32_t parts = 1;
+
+  friend constexpr bool operator==(TileWalk const&, TileWalk const&) = default;
+};
+
+/// How the work on a row tile is divided in a team of one size.
+struct TeamShape {
+  std::int32_t log2 = 0;            ///< blocks of the team, as a power of two
+  std::int32_t block_segments = 0;  ///< segments of a block
+  std::int32_t group = 0;           ///< of those, the ones whose chunks a block multiplies together
+  std::int32_t pairs_log2 = 0;      ///< chunk slots that a warp takes together, as a power of two: 1 or 2
+  std::int32_t mates_log2 = 0;      ///< warps that share the rank tiles of one chunk slot, likewise
+  std::int32_t block_outputs = 0;   ///< output tiles of a block of a team that has a row tile to itself
+  std::int32_t max_parts = 1;       ///< teams that a row tile's outputs can occupy
+};
+
 /// What every block of a one-launch delta would otherwise work out for itself. Blocks take neighbouring
 /// shares of segments and output tiles, all of one size but the last ones.
 struct DeltaShape {
-  std::int32_t cluster_log2 = 0;
-  std::int32_t blocks = 0;    ///< of k
+  TeamShape team[2];        ///< a cluster as one team, and a half of it; the same twice where it is never two
+  std::int32_t blocks = 0;  ///< of k
   std::int32_t segments = 0;  ///< of k
   std::int32_t segment_blocks = 0;
   std::int32_t segment_chunks = 0;
   std::int32_t chunk_blocks = 0;
   std::int32_t chunk_inverse =
-      0;  ///< `slot * chunk_inverse >> 8` is `slot / segment_chunks` for a chunk slot
-  std::int32_t block_segments = 0;  ///< segments of a block of the cluster
-  std::int32_t group = 0;           ///< of those, the ones whose chunks a block multiplies together
-  std::int32_t pairs_log2 = 0;      ///< chunk slots that a warp takes together, as a power of two: 1 or 2
-  std::int32_t teams_log2 = 0;      ///< warps that share the rank tiles of one chunk slot, likewise
-  std::int32_t chunk_slots = 0;     ///< chunk sums that a block keeps for a rank tile
-  std::int32_t slab = 1;            ///< rank tiles whose sums are exchanged at once
-  std::int32_t block_outputs = 0;   ///< output tiles of a block of a cluster that has a row tile to itself
-  std::int32_t max_parts = 1;       ///< clusters that a row tile's outputs can occupy
+      0;                         ///< `slot * chunk_inverse >> 8` is `slot / segment_chunks` for a chunk slot
+  std::int32_t chunk_slots = 0;  ///< chunk sums that a block keeps for a rank tile, in a team of either size
+  std::int32_t slab = 1;         ///< rank tiles whose sums are exchanged at once
+  std::int32_t most_whole_tiles = 0;  ///< row tiles up to which a cluster is one team; 0: always
   std::int32_t first_output[max_projections + 1] = {};  ///< prefix counts of output tiles
   std::int32_t xa_offset[max_projections] = {};         ///< of a projection in a row of xa
 
-  /// Sets what follows from the contraction, the cluster (a power of two), the warps of a block, the most
-  /// rank tiles of a row tile and `first_output`.
-  constexpr void set(Contraction const& cut, std::int32_t cluster, std::int32_t warps,
-                     std::int32_t rank_tiles, std::int32_t num_projections) noexcept {
-    slab = rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
-    cluster_log2 = 0;
-    while (1 << cluster_log2 < cluster) ++cluster_log2;
+  /// Sets what follows from the contraction, the cluster (a power of two), the row tiles up to which it is
+  /// one team (0: always), the warps of a block, the most rank tiles of a row tile and `first_output`.
+  constexpr void set(Contraction const& cut, std::int32_t cluster, std::int32_t whole_tiles,
+                     std::int32_t warps, std::int32_t rank_tiles, std::int32_t num_projections) noexcept {
     blocks = cut.blocks();
     segments = cut.segments();
     segment_blocks = cut.segment_blocks();
     segment_chunks = cut.segment_chunks();
     chunk_blocks = cut.chunk_blocks();
     chunk_inverse = (256 + segment_chunks - 1) / segment_chunks;
-    block_segments = static_cast<std::int32_t>(divide_up(segments, cluster));
-    group = max_chunk_slots / segment_chunks;
-    if (group > block_segments) group = block_segments;
-    chunk_slots = group * segment_chunks;
-    pairs_log2 = chunk_blocks <= pair_chunk_blocks && chunk_slots > warps ? 1 : 0;
-    teams_log2 = 0;
-    while ((chunk_slots << (teams_log2 + 1)) <= (warps << pairs_log2)) ++teams_log2;
-    block_outputs = static_cast<std::int32_t>(divide_up(first_output[num_projections], cluster));
-    max_parts = static_cast<std::int32_t>(divide_up(block_outputs, warps));
+    most_whole_tiles = whole_tiles;
+    set_team(0, cluster, warps, first_output[num_projections]);
+    set_team(1, whole_tiles > 0 ? cluster / 2 : cluster, warps, first_output[num_projections]);
+    chunk_slots = team[1].group * segment_chunks;  // the smaller team's blocks have no fewer
+    slab = rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
   }
 
-  /// The segments of block `block` of the cluster.
-  [[nodiscard]] ATLAS_HD constexpr Share segments_of(std::int32_t block) const noexcept {
-    return clipped(block * block_segments, block_segments, 0, segments);
+  /// The segments of block `block` of a team.
+  [[nodiscard]] ATLAS_HD constexpr Share segments_of(TeamShape const& of, std::int32_t block) const noexcept {
+    return clipped(block * of.block_segments, of.block_segments, 0, segments);
   }
-  /// Clusters that share a row tile's outputs, each with all of its shrink, where `clusters` find `tiles` row
-  /// tiles: cluster `c` takes part `c / tiles` of row tile `c % tiles`. No more than half of the clusters
-  /// work then, so that the next launch's can start beside them; where that leaves one a row tile, clusters
-  /// take row tiles in turn.
-  [[nodiscard]] ATLAS_HD constexpr std::int32_t parts_of(std::int32_t clusters,
-                                                         std::int32_t tiles) const noexcept {
-    // The common case needs no division.
-    if (tiles < 1 || tiles > clusters / 4) return 1;
-    std::int32_t const parts = clusters / 2 / tiles;
-    return parts < max_parts ? parts : max_parts;
+  /// The row tiles of team `index` of `teams` that find `tiles` row tiles.
+  [[nodiscard]] ATLAS_HD constexpr TileWalk walk_of(TeamShape const& of, std::int32_t teams,
+                                                    std::int32_t tiles, std::int32_t index) const noexcept {
+    // The common cases need no division.
+    std::int32_t const rounds = tiles < teams ? 0 : tiles < 2 * teams ? 1 : tiles / teams;
+    std::int32_t const left = tiles - rounds * teams;
+    TileWalk walk{rounds, rounds * teams + index, 0, 1};
+    if (left < 1) walk.shared = no_tile;
+    if (left < 1 || (rounds == 0 ? left > teams / 4 : left > teams / 2)) {
+      if (index >= left) walk.shared = no_tile;
+      return walk;
+    }
+    // Where that is all, half of the teams work, so that the next launch's can start beside them.
+    std::int32_t const parts = (rounds == 0 ? teams / 2 : teams) / left;
+    walk.parts = parts < of.max_parts ? parts : of.max_parts;
+    walk.part = index / left;
+    walk.shared = walk.part < walk.parts ? rounds * teams + index - walk.part * left : no_tile;
+    return walk;
   }
-  /// The output tiles of one projection that are block `block`'s of a cluster with part `part` of `parts`,
+  /// The output tiles of one projection that are block `block`'s of a team with part `part` of `parts`,
   /// counted from the projection's first.
-  [[nodiscard]] ATLAS_HD constexpr Share outputs_of(std::int32_t block, std::int32_t part, std::int32_t parts,
+  [[nodiscard]] ATLAS_HD constexpr Share outputs_of(TeamShape const& of, std::int32_t block,
+                                                    std::int32_t part, std::int32_t parts,
                                                     std::int32_t projection) const noexcept {
     std::int32_t const first = first_output[projection];
-    std::int32_t const size = parts == 1 ? block_outputs : (block_outputs + parts - 1) / parts;
-    std::int32_t const begin = ((part << cluster_log2) + block) * size;
-    return clipped(begin - first, size, 0, first_output[projection + 1] - first);
+    std::int32_t const all = of.block_outputs;
+    std::int32_t const count = parts == 1 ? all : (all + parts - 1) / parts;
+    std::int32_t const begin = ((part << of.log2) + block) * count;
+    return clipped(begin - first, count, 0, first_output[projection + 1] - first);
   }
-  /// The blocks of k that chunk slot `slot` multiplies in the group that begins with `segment`, of segments
-  /// before `last`; empty for a slot that has none.
+  /// The blocks of k that chunk slot `slot` multiplies in the group of segments from `segment` to `last`;
+  /// empty for a slot that has none.
   [[nodiscard]] ATLAS_HD constexpr BlockRange chunk_of_slot(std::int32_t segment, std::int32_t last,
                                                             std::int32_t slot) const noexcept {
     std::int32_t const slot_segment = slot * chunk_inverse >> 8;
     std::int32_t const slot_chunk = slot - slot_segment * segment_chunks;
     segment += slot_segment;
-    if (slot_segment >= group || segment >= last) return {};
+    if (segment >= last) return {};
     std::int32_t end = (segment + 1) * segment_blocks;
     if (end > blocks) end = blocks;
     std::int32_t first = segment * segment_blocks + slot_chunk * chunk_blocks;
@@ -113,6 +137,21 @@ struct DeltaShape {
   }
 
  private:
+  constexpr void set_team(int size, std::int32_t blocks_of_team, std::int32_t warps,
+                          std::int32_t outputs) noexcept {
+    TeamShape& t = team[size];
+    t.log2 = 0;
+    while (1 << t.log2 < blocks_of_team) ++t.log2;
+    t.block_segments = static_cast<std::int32_t>(divide_up(segments, blocks_of_team));
+    t.group = max_chunk_slots / segment_chunks;
+    if (t.group > t.block_segments) t.group = t.block_segments;
+    std::int32_t const slots = t.group * segment_chunks;
+    t.pairs_log2 = chunk_blocks <= pair_chunk_blocks && slots > warps ? 1 : 0;
+    t.mates_log2 = 0;
+    while ((slots << (t.mates_log2 + 1)) <= (warps << t.pairs_log2)) ++t.mates_log2;
+    t.block_outputs = static_cast<std::int32_t>(divide_up(outputs, blocks_of_team));
+    t.max_parts = static_cast<std::int32_t>(divide_up(t.block_outputs, warps));
+  }
   [[nodiscard]] ATLAS_HD static constexpr Share clipped(std::int32_t first, std::int32_t size,
                                                         std::int32_t least, std::int32_t most) noexcept {
     std::int32_t last = first + size;

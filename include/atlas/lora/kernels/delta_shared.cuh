@@ -24,9 +24,17 @@ inline constexpr int rank_tile_segments = max_segments * rank_tile_values;
 /// What a block keeps in shared memory beside the arrays.
 template <int Warps, Element T>
 struct alignas(16) DeltaHead {
-  Barrier sums_full;          ///< all segment sums of a slab are here
-  Barrier sums_empty;         ///< all blocks of the cluster have folded theirs
-  int2 own[max_projections];  ///< the block's output tiles of every projection: first and last
+  Barrier sums_full;   ///< all segment sums of a slab are here
+  Barrier sums_empty;  ///< all blocks of the team have folded theirs
+  TeamShape team;      ///< of the block's team
+  std::int32_t teams;
+  std::int32_t index;         ///< the team's
+  TileWalk walk;              ///< the team's
+  std::int32_t window_end;    ///< of the row tiles in `tile`
+  std::int32_t window_items;  ///< row tiles of the team up to there
+  /// The block's output tiles of every projection, first and last: of whole row tiles, and of the divided
+  /// one.
+  int2 own[2][max_projections];
   RowTileBytes<T> tile[Warps];
 };
 
@@ -54,6 +62,12 @@ struct DeltaShared {
         segments(base + sizeof(DeltaHead<Warps, T>) / sizeof(float4)),
         chunks(segments + shape.slab * max_segments * warp_threads),
         xa(reinterpret_cast<T*>(chunks + shape.slab * shape.chunk_slots * warp_threads)) {}
+  /// The team's `item`-th row tile.
+  [[nodiscard]] __device__ std::int32_t row_tile(std::int32_t item) const {
+    TileWalk const& walk = head->walk;
+    if (item < walk.whole) return head->index + item * head->teams;
+    return item == walk.whole ? walk.shared : no_tile;
+  }
   __device__ RowTile<T>& tile(int index) const { return reinterpret_cast<RowTile<T>&>(head->tile[index]); }
 };
 

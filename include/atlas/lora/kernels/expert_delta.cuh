@@ -109,7 +109,7 @@ template <class Tuning, Element T, Element Y = T>
 struct TunedExpertDelta {
   template <class Visit>
   static void for_each_kernel(Visit const& visit) {
-    detail::visit_whole<T, Y, detail::ExpertSource<T>, Tuning>(visit);
+    detail::visit_whole<T, Y, detail::ExpertSource<T>, Tuning, false>(visit);
   }
 };
 

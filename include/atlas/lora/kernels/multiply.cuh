@@ -32,15 +32,14 @@ __device__ __noinline__ void expand_narrow(RowTile<T> const& tile, Operands<T, Y
 }
 
 /// The warps of a block: chunks, the exchange of segment sums in the cluster, output tiles.
-template <class Source, int Warps, Element T, Element Y>
-class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
-  using Chunks = MultiplyChunks<Source, Warps, T, Y>;
+template <class Source, int Warps, bool Splits, Element T, Element Y>
+class Multiply : public MultiplyChunks<Source, Warps, Splits, T, Y> {
+  using Chunks = MultiplyChunks<Source, Warps, Splits, T, Y>;
 
  public:
   using Chunks::Chunks;
-  using Chunks::settle;
 
-  /// All of row tile `index` of the window. The next one's weights are asked for on the way.
+  /// All of the row tile at `index`. The next one's weights are asked for on the way.
   __device__ void tile(int index) {
     RowTile<T> const& tile = shared_.tile(index);
     std::int32_t const all = tile.first_rank_tile[max_projections];
@@ -63,12 +62,12 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
     OutputTile held{};
     int first = 0;
     while (tile.cell[first].rank == 0) ++first;
-    int2 const own = shared_.head->own[first];
+    int2 const own = own_outputs(tile, first);
     std::int32_t const end = fast_end(tile, first, own.y);
     load_b_ahead(held, tile, first, own.x + warp_, end);
     load_y(held.y, tile, outputs(tile, first), own.x + warp_, end);
     XaPlace const place = xa_place(tile, slab, thread_here());
-    bool const known = index + 1 < Warps;
+    bool const known = index + 1 < shared_.head->window_end;
     if (known) {
       prefetch_a(shared_.tile(index + 1));
       prefetch_b(shared_.tile(index + 1));
@@ -80,10 +79,13 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
     }
   }
 
-  /// Whether other blocks may still arrive at this block's barriers when row tile `index` of the window is
-  /// the first that does not exist: they do after every tile but one that was known to be the last.
-  [[nodiscard]] __device__ bool expects_arrivals(int index) const {
-    return slabs_ > 0 && (index == 0 || shared_.tile(index - 1).first_rank_tile[max_projections] == 0);
+  /// Waits for what may still be under way to this block, which must not leave before: the team's other
+  /// blocks arrive after every slab but the last of a row tile that was known to be the last. The row tile at
+  /// `index` is the first that does not exist.
+  __device__ void finish(int index) {
+    settle();
+    bool const known = index > 0 && shared_.tile(index - 1).first_rank_tile[max_projections] > 0;
+    if (slabs_ > 0 && !known) shared_.head->sums_empty.wait((slabs_ - 1) & 1u);
   }
 
  private:
@@ -92,22 +94,24 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
   using Chunks::p_;
   using Chunks::prefetch_a;
   using Chunks::prefetch_elements;
+  using Chunks::settle;
   using Chunks::settled_;
   using Chunks::shared_;
+  using Chunks::team;
   using Chunks::warp_;
   using Chunks::warps_log2;
 
   // --- Shrink --------------------------------------------------------------------------------------------
 
   /// Multiplies the block's chunks of `ranks` rank tiles from `slab` and sends the segment sums to every
-  /// block of the cluster.
+  /// block of the team.
   __device__ void shrink(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks) {
     DeltaShape const& shape = p_.shape;
     Share const own = own_segments();
     std::int32_t s = own.first;
 #pragma unroll 1
     do {
-      std::int32_t const last = min(s + shape.group, own.last);
+      std::int32_t const last = min(s + team().group, own.last);
       std::int32_t const sums = (last - s) * ranks;
       Sending const sending = sending_of(0, s, ranks, sums);
       multiply_group(tile, slab, ranks, s, last);
@@ -154,7 +158,7 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
   }
 
   /// Folds the chunks of the group of segments from `first` and sends the sums of rows that exist to every
-  /// block of the cluster. Warps share a sum's targets where there are fewer sums than warps.
+  /// block of the team. Warps share a sum's targets where there are fewer sums than warps.
   __device__ void send_sums(Sending sending, std::int32_t first, std::int32_t ranks, std::int32_t sums,
                             int quads) const {
     int const sharing = sharing_log2(sums);
@@ -171,9 +175,8 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
         if (c < sending.chunks) total = add(total, from[c * warp_threads]);
       }
 #pragma unroll 1
-      for (int target = warp_ & ((1 << sharing) - 1); target < 1 << p_.shape.cluster_log2;
-           target += 1 << sharing) {
-        std::uint32_t const there = address_in_block(local, static_cast<std::uint32_t>(target)) - local;
+      for (int target = warp_ & ((1 << sharing) - 1); target < 1 << team().log2; target += 1 << sharing) {
+        std::uint32_t const there = address_in_block(local, block_of_team(target)) - local;
         if (quad() < quads) send(there + to, total, there + done);
       }
       i += Warps >> sharing;
@@ -206,7 +209,7 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
   }
 
   /// Folds the segments of a slab, all that there could be, into xa, zero from the rank to the end of its
-  /// block; `place` is this thread's first. The cluster's other blocks hear of it unless nothing comes after.
+  /// block; `place` is this thread's first. The team's other blocks hear of it unless nothing comes after.
   __device__ void fold(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks, XaPlace place,
                        bool last) {
     DeltaHead<Warps, T>& head = *shared_.head;
@@ -234,11 +237,25 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
       place = xa_place(tile, slab, i);
     }
     __syncthreads();
-    if (!last && threadIdx.x < 1 << p_.shape.cluster_log2) head.sums_empty.arrive_at(threadIdx.x);
+    auto const thread = static_cast<int>(threadIdx.x);
+    if (!last && thread < 1 << team().log2) head.sums_empty.arrive_at(block_of_team(thread));
     ++slabs_;
   }
 
+  /// Where block `block` of the team is in the cluster.
+  [[nodiscard]] __device__ std::uint32_t block_of_team(int block) const {
+    if constexpr (!Splits) return static_cast<std::uint32_t>(block);
+    int const cluster = (1 << p_.shape.team[0].log2) - 1;
+    int const within = (1 << team().log2) - 1;
+    return static_cast<std::uint32_t>((static_cast<int>(blockIdx.x) & cluster & ~within) + block);
+  }
+
   // --- Expand --------------------------------------------------------------------------------------------
+
+  /// The block's output tiles of a projection of a row tile: first and last.
+  [[nodiscard]] __device__ int2 own_outputs(RowTile<T> const& tile, int projection) const {
+    return shared_.head->own[tile.divided][projection];
+  }
 
   /// What a warp holds of an output tile: two blocks of the rank's B, and y.
   struct OutputTile {
@@ -286,7 +303,7 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
   /// Expands the block's output tiles of one projection and folds them into y. The warp's first is in `held`
   /// unless `late`.
   __device__ void expand(OutputTile& held, RowTile<T> const& tile, int projection, bool late) {
-    int2 const own = shared_.head->own[projection];
+    int2 const own = own_outputs(tile, projection);
     std::int32_t const end = fast_end(tile, projection, own.y);
     std::int32_t t = own.x + warp_;
     Y* const y = outputs(tile, projection);
@@ -357,7 +374,7 @@ class Multiply : public MultiplyChunks<Source, Warps, T, Y> {
     auto const i = static_cast<int>(Warps * warp_threads - 1 - threadIdx.x);
     if (i >= p_.num_projections || tile.exists == 0 || tile.wide == 0) return;
     RouteCell<T> const& cell = tile.cell[i];
-    int2 const own = shared_.head->own[i];
+    int2 const own = own_outputs(tile, i);
     std::int32_t const n = own.x * tile_outputs;
     std::int32_t const n_last =
         min(own.y * tile_outputs, static_cast<std::int32_t>(p_.projections[i].table.n_out));

@@ -28,7 +28,7 @@ namespace atlas::lora::inline v0::detail {
 ///
 /// Few warps hide little latency, so every instruction between the launch's dependencies and the first output
 /// counts: what can be worked out before is.
-template <class Source, int Warps, Element T, Element Y>
+template <class Source, int Warps, bool Splits, Element T, Element Y>
 class MultiplyChunks {
  public:
   __device__ MultiplyChunks(Operands<T, Y> const& p, DeltaShared<Warps, T> const& shared)
@@ -48,51 +48,55 @@ class MultiplyChunks {
   /// Whether several blocks fit into registers at once.
   static constexpr bool many = sizeof(T) == 2;
 
+  /// The shape of the block's team.
+  [[nodiscard]] __device__ TeamShape const& team() const {
+    if constexpr (Splits) return shared_.head->team;
+    return p_.shape.team[0];
+  }
   /// The block's segments.
   [[nodiscard]] __device__ Share own_segments() const {
-    return p_.shape.segments_of(static_cast<int>(blockIdx.x) & ((1 << p_.shape.cluster_log2) - 1));
+    return p_.shape.segments_of(team(), static_cast<int>(blockIdx.x) & ((1 << team().log2) - 1));
   }
 
-  /// The chunks of the segments from `s` to `last`. Teams of warps take rank tiles in turn, the warps of a
-  /// team chunk slots.
+  /// The chunks of the segments from `s` to `last`. Warps of one chunk slot, mates, take rank tiles in turn.
   __device__ void multiply_group(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks,
                                  std::int32_t s, std::int32_t last) {
     DeltaShape const& shape = p_.shape;
-    int const warps = Warps >> shape.teams_log2;
+    int const warps = Warps >> team().mates_log2;
     int const slots = (last - s) * shape.segment_chunks;
-    int const team = warp_ >> (warps_log2 - shape.teams_log2);
+    int const mate = warp_ >> (warps_log2 - team().mates_log2);
 #pragma unroll 1
-    for (int slot = (warp_ & (warps - 1)) << shape.pairs_log2; slot < slots;
-         slot += warps << shape.pairs_log2) {
+    for (int slot = (warp_ & (warps - 1)) << team().pairs_log2; slot < slots;
+         slot += warps << team().pairs_log2) {
       BlockRange const first = shape.chunk_of_slot(s, last, slot);
       BlockRange second;
-      if (shape.pairs_log2 > 0) second = shape.chunk_of_slot(s, last, slot + 1);
-      if (first.size() > 0) multiply_slots(tile, slab, ranks, team, slot, first, second);
+      if (team().pairs_log2 > 0) second = shape.chunk_of_slot(s, last, slot + 1);
+      if (first.size() > 0) multiply_slots(tile, slab, ranks, mate, slot, first, second);
     }
   }
 
   /// The chunks of chunk slot `slot` and, where a warp takes pairs, of the one after it, of the rank tiles
-  /// from `slab` that are `team`'s.
-  __device__ void multiply_slots(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks, int team,
+  /// from `slab` that are `mate`'s.
+  __device__ void multiply_slots(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks, int mate,
                                  int slot, BlockRange first, BlockRange second) {
     std::int32_t const end = max(first.last, second.last) * block_elements;
     bool const fast = tile.wide != 0 && p_.wide && end <= static_cast<std::int32_t>(p_.k_in);
-    int const teams = 1 << p_.shape.teams_log2;
-    std::int32_t r = team;
+    int const mates = 1 << team().mates_log2;
+    std::int32_t r = mate;
     if (fast) {
 #if __CUDA_ARCH__ < 1000  // two at once take more registers than the compiler finds on the others
       if constexpr (many) {
 #pragma unroll 1
-        for (; r + teams < ranks; r += 2 * teams) multiply_ranks<2>(tile, slab, r, slot, first, second);
+        for (; r + mates < ranks; r += 2 * mates) multiply_ranks<2>(tile, slab, r, slot, first, second);
       }
 #endif
 #pragma unroll 1
-      for (; r < ranks; r += teams) multiply_ranks<1>(tile, slab, r, slot, first, second);
+      for (; r < ranks; r += mates) multiply_ranks<1>(tile, slab, r, slot, first, second);
       return;
     }
     settle();
 #pragma unroll 1
-    for (; r < ranks; r += teams) {
+    for (; r < ranks; r += mates) {
       chunk_sums(r, slot)[0] = multiply_slow(tile, slab + r, first);
       if (second.size() > 0) chunk_sums(r, slot + 1)[0] = multiply_slow(tile, slab + r, second);
     }
@@ -108,17 +112,17 @@ class MultiplyChunks {
     return shared_.chunks + (r * p_.shape.chunk_slots + slot) * warp_threads + lane_index();
   }
 
-  /// The same where all is aligned and inside, of `Ranks` rank tiles: `slab` + `r`, and one more of the team.
+  /// The same where all is aligned and inside, of `Ranks` rank tiles: `slab` + `r`, and the mate's next.
   template <int Ranks>
   __device__ void multiply_ranks(RowTile<T> const& tile, std::int32_t slab, std::int32_t r, int slot,
                                  BlockRange first, BlockRange second) {
-    int const teams = 1 << p_.shape.teams_log2;
+    int const mates = 1 << team().mates_log2;
     T const* low[Ranks];
     T const* high[Ranks];
     std::int32_t const k = first.first * block_elements + quad() * pack_elements;
 #pragma unroll
     for (int i = 0; i < Ranks; ++i) {
-      std::int32_t const rank_tile = slab + r + i * teams;
+      std::int32_t const rank_tile = slab + r + i * mates;
       int const projection = projection_of(tile, rank_tile);
       // Ranks beyond the true one multiply the last one's weights and are never used.
       std::int32_t const last = rank_of<Source>(tile, projection) - 1;
@@ -138,7 +142,7 @@ class MultiplyChunks {
     }
 #pragma unroll
     for (int i = 0; i < Ranks; ++i) {
-      float4* const to = chunk_sums(r + i * teams, slot);
+      float4* const to = chunk_sums(r + i * mates, slot);
       to[0] = sums[i][0].finish();
       if (second.size() > 0) to[warp_threads] = sums[i][1].finish();
     }

@@ -77,7 +77,8 @@ class PrefillExpand {
     auto const n_out = static_cast<std::int32_t>(p_.projections[projection].table.n_out);
     bool const wide = piece.wide != 0 && p_.wide && n_out % pack_elements == 0;
     std::int32_t const rank = rank_of<Source>(piece, projection);
-    return {piece, projection, rank, n_out, wide, p_.shape.outputs_of(block_of(p_), 0, 1, projection)};
+    return {piece, projection, rank,
+            n_out, wide,       p_.shape.outputs_of(p_.shape.team[0], block_of(p_), 0, 1, projection)};
   }
 
   /// B of an output tile's block from rank `j` on; of outputs beyond n_out some that are. Nothing of output
@@ -197,7 +198,7 @@ class PrefillExpand {
                                                     Piece<T> const& piece, int projection) {
     DeltaProjection<T, Y> const& target = p.projections[projection];
     RouteCell<T> const& cell = piece.cell[projection];
-    Share const own = p.shape.outputs_of(block_of(p), 0, 1, projection);
+    Share const own = p.shape.outputs_of(p.shape.team[0], block_of(p), 0, 1, projection);
     xa += p.shape.xa_offset[projection];
 #pragma unroll 1
     for (std::int32_t t = own.first + warp_index(); t < own.last; t += prefill_warps) {

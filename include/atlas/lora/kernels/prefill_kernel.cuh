@@ -55,7 +55,7 @@ template <Element T, Element Y>
 __device__ void prefetch_piece(Piece<T> const& piece, Operands<T, Y> const& p) {
   if (piece.exists == 0 || piece.wide == 0 || !p.wide) return;
   auto const thread = static_cast<int>(threadIdx.x);
-  Share const segments = p.shape.segments_of(block_of(p));
+  Share const segments = p.shape.segments_of(p.shape.team[0], block_of(p));
   std::int32_t const segment_elements = p.shape.segment_blocks * block_elements;
   std::int32_t const k = segments.first * segment_elements;
   std::int32_t const count = min(static_cast<std::int32_t>(p.k_in), segments.last * segment_elements) - k;
@@ -78,7 +78,7 @@ __device__ void prefetch_b(Piece<T> const& piece, Operands<T, Y> const& p) {
   auto const i = static_cast<int>(prefill_warps * warp_threads - 1 - threadIdx.x);
   if (i >= p.num_projections || piece.exists == 0 || piece.wide == 0) return;
   RouteCell<T> const& cell = piece.cell[i];
-  Share const own = p.shape.outputs_of(block_of(p), 0, 1, i);
+  Share const own = p.shape.outputs_of(p.shape.team[0], block_of(p), 0, 1, i);
   std::int64_t const n = static_cast<std::int64_t>(own.first) * tile_outputs;
   std::int64_t const n_last =
       min(static_cast<std::int64_t>(own.last) * tile_outputs, p.projections[i].table.n_out);
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(prefill_warps* warp_threads, 2)
   Share& left = shared.left();
   if (warp_index() == prefill_warps - 1) {
     left = tiles_of_cluster(max(source.num_tiles(p), 0),
-                            static_cast<std::int32_t>(gridDim.x) >> p.shape.cluster_log2,
-                            static_cast<std::int32_t>(blockIdx.x) >> p.shape.cluster_log2);
+                            static_cast<std::int32_t>(gridDim.x) >> p.shape.team[0].log2,
+                            static_cast<std::int32_t>(blockIdx.x) >> p.shape.team[0].log2);
     __syncwarp();
     find_piece(shared.piece(0), left, p, source);
   }

@@ -50,7 +50,7 @@ struct PrefillShared {
   template <Element Y>
   __device__ PrefillShared(float4* base, Operands<T, Y> const& p)
       : head(reinterpret_cast<PrefillHead<T>*>(base)), sums(base + sizeof(PrefillHead<T>) / sizeof(float4)) {
-    std::int32_t const kept = kept_sums(p.shape.cluster_log2, prefill_slab(p.segment_rank_tiles));
+    std::int32_t const kept = kept_sums(p.shape.team[0].log2, prefill_slab(p.segment_rank_tiles));
     xa = reinterpret_cast<T*>(sums + kept * warp_threads);
   }
   __device__ Share& left() const { return reinterpret_cast<Share&>(head->left); }
@@ -60,7 +60,7 @@ struct PrefillShared {
 /// This block's index in its cluster.
 template <Element T, Element Y>
 __device__ inline int block_of(Operands<T, Y> const& p) {
-  return static_cast<int>(blockIdx.x) & ((1 << p.shape.cluster_log2) - 1);
+  return static_cast<int>(blockIdx.x) & ((1 << p.shape.team[0].log2) - 1);
 }
 
 /// Asks for `count` neighbouring elements to come to L2, or for as many as are worth it. Address and bytes

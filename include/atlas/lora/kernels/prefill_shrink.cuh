@@ -34,7 +34,7 @@ class PrefillShrink {
       multiply_narrow(p_, shared_.sums, piece, slab);
       return;
     }
-    Share const segments = p_.shape.segments_of(block_of(p_));
+    Share const segments = p_.shape.segments_of(p_.shape.team[0], block_of(p_));
     ShrinkUnits const units(segments.size(), ranks, piece.tiles);
     std::int32_t const count = units.count();
 #pragma unroll 1
@@ -59,7 +59,7 @@ class PrefillShrink {
   /// Folds the segments of the slab for this block's row tiles, rounds, and gives every block of the cluster
   /// the xa, zero from the rank to the end of its block. A warp takes a row tile's rank tile.
   __device__ void fold(Piece<T> const& piece, std::int32_t slab, std::int32_t ranks) const {
-    int const cluster_log2 = p_.shape.cluster_log2;
+    int const cluster_log2 = p_.shape.team[0].log2;
     std::int32_t const own = folded_tiles(piece.tiles, cluster_log2, block_of(p_));
 #pragma unroll 1
     for (std::int32_t i = warp_index(); i < own * ranks; i += prefill_warps) {
@@ -193,7 +193,7 @@ class PrefillShrink {
   /// registers where they can.
   static __device__ __noinline__ void multiply_narrow(Operands<T, Y> const& p, float4* sums,
                                                       Piece<T> const& piece, std::int32_t slab) {
-    Share const segments = p.shape.segments_of(block_of(p));
+    Share const segments = p.shape.segments_of(p.shape.team[0], block_of(p));
     std::int32_t const ranks =
         min(prefill_slab(p.segment_rank_tiles), piece.first_rank_tile[max_projections] - slab);
     std::int32_t const count = segments.size() * ranks * piece.tiles;
@@ -236,7 +236,7 @@ class PrefillShrink {
   /// Sends a segment's sum of a row tile and a rank tile of the slab to the block that folds the row tile.
   static __device__ void send_sum(Operands<T, Y> const& p, float4* sums, std::int32_t tile,
                                   std::int32_t segment, std::int32_t rank_tile, float4 const& sum) {
-    int const cluster_log2 = p.shape.cluster_log2;
+    int const cluster_log2 = p.shape.team[0].log2;
     std::int32_t const place =
         sum_place(tile >> cluster_log2, segment, rank_tile, prefill_slab(p.segment_rank_tiles));
     store_to_block(sums + place * warp_threads + lane_index(),
@@ -281,7 +281,7 @@ class PrefillShrink {
     T* const to =
         shared_.xa + (tile * tile_rows + group()) * p_.xa_shared_stride + p_.shape.xa_offset[projection] + j;
 #pragma unroll 1
-    for (int target = quad() / 2; target < 1 << p_.shape.cluster_log2; target += 2) {
+    for (int target = quad() / 2; target < 1 << p_.shape.team[0].log2; target += 2) {
       auto const there = static_cast<std::uint32_t>(target);
       store_to_block(reinterpret_cast<float4*>(to), there, as_float4(pack));
       if (half) store_to_block(reinterpret_cast<float4*>(to + tile_ranks), there, float4{});

@@ -55,6 +55,7 @@ struct SlotCells {
 /// A row tile in shared memory.
 template <Element T>
 struct RowTile : SlotCells<T> {
+  std::int32_t divided;           ///< 1 where teams share its outputs; set by the one-launch kernel alone
   std::int32_t quads;             ///< lanes of four of an accumulator that have a row
   std::int32_t row[tile_rows];    ///< row of y, or -1 for none
   std::int32_t x_row[tile_rows];  ///< row of x; -1 exactly where `row` is

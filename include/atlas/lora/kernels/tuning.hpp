@@ -45,12 +45,14 @@ struct DeltaTuning {
   return element_bytes == 4 ? 1 : t.blocks_per_multiprocessor;
 }
 
-/// The tunings that the library compiles; `delta_tuning` picks among them. Kernels depend on the threads and
-/// blocks alone, so all of these are one kernel. Measured on one H200, 4096 -> 4096, bf16, rank 16 and 64,
-/// microseconds: {16} 1 row 3.2 and 4.0 ({8}: 3.4 and 5.8, {4}: 3.7 and 6.3); {8} 8 rows of 8 adapters 3.8
-/// and 7.2 ({4}: 4.1 and 7.6, {16}: 4.6 and 6.4); {4} 32 rows of 32 adapters 5.6 and 18.8 ({8}: 8.4
-/// and 20.3), 64 rows of 32 adapters 5.4 and 14.8 ({8}: 5.8 and 11.3), 256 rows of 32 adapters 7.6 and 20.0
-/// ({8}: 10.5 and 23.4).
+/// The tunings that the library compiles; `delta_choice` picks among them. Kernels depend on the threads and
+/// blocks alone, so all of these are one kernel, and one more whose clusters may be two teams. Measured on
+/// one H200, bf16, rank 16 and 64, microseconds, {8/4} being a cluster of 8 that may be two teams. 4096 ->
+/// 4096: {16} 1 row 3.0 and 3.7 ({8}: 3.2 and 5.3), 8 rows of one adapter 3.0 and 4.5 ({8}: 3.4 and 6.2), of
+/// 8 adapters 4.3 and 6.3 ({8}: 3.8 and 6.7); {8/4} 64 rows of one adapter 4.1 and 7.6 ({4}: 4.4 and 8.5), of
+/// 32 adapters, skewed, 5.5 and 10.9 ({4}: 5.2 and 12.6), of 64 adapters 9.8 and 31.8 ({8}: 12.3 and 29.3,
+/// {4}: 10.1 and 30.6); {4} 256 rows of 32 adapters 7.4 and 18.7 ({8}: 9.8 and 21.8). Long rows, 14336 ->
+/// 4096: {8} 64 rows of 32 adapters 7.3 and 22.0 ({4}: 10.1 and 32.3).
 inline constexpr DeltaTuning delta_tunings[] = {
     {256, 16, 2, 2}, {256, 8, 2, 2}, {256, 4, 2, 2}, {256, 2, 2, 2}};
 
@@ -74,17 +76,26 @@ inline constexpr DeltaTuning delta_tunings[] = {
   return has_clusters(compute) ? DeltaForm::one_launch : DeltaForm::two_launches;
 }
 
-/// Elements of x and y of a row, all projections together, beyond which up to 128 rows have clusters of 8:
-/// the blocks of a smaller cluster have too much of each row tile to do. 14336 -> 4096, 64 rows of 32
-/// adapters, rank 16 and 64: 8.5 and 26.5 us with 8, 10.3 and 32.1 with 4.
+/// How the library launches a delta in one launch.
+struct DeltaChoice {
+  std::size_t tuning = 0;  ///< index into `delta_tunings`
+  bool splits = false;     ///< where there are more row tiles than clusters, a cluster is two teams
+
+  friend constexpr bool operator==(DeltaChoice const&, DeltaChoice const&) = default;
+};
+
+/// Elements of x and y of a row, all projections together, beyond which every row tile is much work.
 inline constexpr std::int64_t long_row_elements = 12288;
 
-/// The index into `delta_tunings` for `rows` rows of `row_elements` elements (k_in and every n_out) on a
-/// machine whose largest cluster is `max_cluster`.
-[[nodiscard]] constexpr std::size_t delta_tuning(std::int32_t max_cluster, std::int32_t rows,
+/// The choice for `rows` rows of `row_elements` elements (k_in and every n_out) on a machine whose largest
+/// cluster is `max_cluster`. It goes by what the host knows, and by the plan's row tiles where they differ
+/// much from what rows say; never by a pool's largest rank, since adapters may have less.
+[[nodiscard]] constexpr DeltaChoice delta_choice(std::int32_t max_cluster, std::int32_t rows,
                                                  std::int64_t row_elements) noexcept {
-  if (rows <= 2 && max_cluster >= 16) return 0;
-  return rows <= (row_elements > long_row_elements ? 128 : 16) ? 1 : 2;
+  if (max_cluster >= 16 && rows <= 8) return {0, false};
+  if (rows <= 16) return {1, false};
+  if (rows <= 128) return {1, row_elements <= long_row_elements};
+  return {2, false};
 }
 
 /// Most rows that the one-launch kernel of few rows serves where there is one for many.
