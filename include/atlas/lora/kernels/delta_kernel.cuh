@@ -31,6 +31,7 @@ template <int Warps, int BlocksPerMultiprocessor, bool Splits, Element T, Elemen
 __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     delta_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
 #if __CUDA_ARCH__ >= 900
+  if constexpr (Splits && __CUDA_ARCH__ >= 1200) return;  // it is not launched where no cluster of 16 is
   extern __shared__ float4 dynamic[];
   DeltaShared<Warps, T> const shared(dynamic, p.shape);
   if (!p.inputs_settled) enter();

@@ -79,7 +79,8 @@ inline constexpr DeltaTuning delta_tunings[] = {
 /// How the library launches a delta in one launch.
 struct DeltaChoice {
   std::size_t tuning = 0;  ///< index into `delta_tunings`
-  bool splits = false;     ///< where there are more row tiles than clusters, a cluster is two teams
+  /// Where there are more row tiles than clusters, a cluster is two teams; only where clusters of 16 are.
+  bool splits = false;
 
   friend constexpr bool operator==(DeltaChoice const&, DeltaChoice const&) = default;
 };
@@ -94,7 +95,7 @@ inline constexpr std::int64_t long_row_elements = 12288;
                                                  std::int64_t row_elements) noexcept {
   if (max_cluster >= 16 && rows <= 8) return {0, false};
   if (rows <= 16) return {1, false};
-  if (rows <= 128) return {1, row_elements <= long_row_elements};
+  if (rows <= 128) return {1, max_cluster >= 16 && row_elements <= long_row_elements};
   return {2, false};
 }
 
