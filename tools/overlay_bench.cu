@@ -13,9 +13,6 @@ namespace {
 
 using namespace overlay_bench;
 
-/// Operations a microsecond of a bf16 matrix product, measured on an H200.
-constexpr double matrix_rate = 770e6;
-
 struct Timing {
   double us, plain_us, touch_us, floor_us, without_clusters_us, cublas_us;
 };
