@@ -2,10 +2,9 @@
 //
 // The main of suites compiled for fused multiply-add: 77, which Meson reports as a skip, on a processor
 // without it. Compiled itself without that flag.
-#define DOCTEST_CONFIG_IMPLEMENT
 #include <cstdio>
 
-#include <doctest/doctest.h>
+#include "suite.hpp"
 
 int main(int argc, char** argv) {
 #if defined(__x86_64__)
@@ -14,5 +13,5 @@ int main(int argc, char** argv) {
     return 77;
   }
 #endif
-  return doctest::Context(argc, argv).run();
+  return atlas_test::run_suite(argc, argv);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
-// The one main of the doctest suites, compiled once; every suite links it.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
-#include <doctest/doctest.h>
+// The one main of the host suites, compiled once; every suite links it.
+#include "suite.hpp"
+
+int main(int argc, char** argv) { return atlas_test::run_suite(argc, argv); }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -22,6 +23,8 @@ using T = __nv_bfloat16;
 
 /// Bytes a microsecond of a copy within device memory, measured on an H200.
 inline constexpr double copy_rate = 4.3e6;
+/// Operations a microsecond of a bf16 matrix product (m16n8k16), measured on an H200.
+inline constexpr double matrix_rate = 770e6;
 /// Relative error that bf16 weights and roundings explain.
 inline constexpr double most_error = 1e-2;
 
@@ -92,10 +95,16 @@ inline std::vector<T> download(T const* from, std::int64_t count) {
   return out;
 }
 
+/// How many replays a figure is the median of: enough, or enough to choose among shapes.
+enum class Replays { thorough = 11, quick = 3 };
+/// Above this a replay is long enough that half of them tell as much.
+inline constexpr float long_replay_ms = 4.0F;
+
 /// Median microseconds of one call of `enqueue(layer)`, all layers in one graph. `before()` enqueues what
 /// comes before each replay and is not timed.
 template <class Enqueue, class Before>
-double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue, Before const& before) {
+double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue, Before const& before,
+                 Replays replays = Replays::thorough) {
   CHECKED(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
   for (int l = 0; l < layers; ++l) enqueue(l);
   cudaGraph_t graph = nullptr;
@@ -107,7 +116,8 @@ double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue, Before
   CHECKED(cudaEventCreate(&begin));
   CHECKED(cudaEventCreate(&end));
   std::vector<float> times;
-  for (int replay = -2; replay < 11; ++replay) {
+  int left = 2 + static_cast<int>(replays);
+  for (int replay = -2; left > 0; ++replay, --left) {
     before();
     CHECKED(cudaEventRecord(begin, stream));
     CHECKED(cudaGraphLaunch(executable, stream));
@@ -116,18 +126,28 @@ double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue, Before
     float milliseconds = 0.0F;
     CHECKED(cudaEventElapsedTime(&milliseconds, begin, end));
     if (replay >= 0) times.push_back(milliseconds);
+    if (replay == -1 && milliseconds > long_replay_ms) left = 1 + (static_cast<int>(replays) + 1) / 2;
   }
   CHECKED(cudaEventDestroy(begin));
   CHECKED(cudaEventDestroy(end));
   CHECKED(cudaGraphExecDestroy(executable));
   CHECKED(cudaGraphDestroy(graph));
-  std::nth_element(times.begin(), times.begin() + 5, times.end());
-  return static_cast<double>(times[5]) * 1000.0 / layers;
+  auto const middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+  std::nth_element(times.begin(), middle, times.end());
+  return static_cast<double>(*middle) * 1000.0 / layers;
 }
 template <class Enqueue>
-double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue) {
-  return median_us(stream, layers, enqueue, [] {});
+double median_us(cudaStream_t stream, int layers, Enqueue const& enqueue,
+                 Replays replays = Replays::thorough) {
+  return median_us(
+      stream, layers, enqueue, [] {}, replays);
 }
+
+/// A launch that only reads weights: how many loads a thread has under way, and how many blocks there are.
+struct TouchShape {
+  int loads = 1;
+  int blocks = 0;
+};
 
 /// The head of a benchmark's JSON, up to the list of cells.
 inline void write_header(std::FILE* json, Machine const& machine) {
@@ -148,15 +168,20 @@ inline void write_header(std::FILE* json, Machine const& machine) {
 struct Arguments {
   std::FILE* json = nullptr;  ///< null for none
   std::string only;           ///< part of a cell's name
+  bool all = false;           ///< whether the wide sweep runs too, which takes long
 
   Arguments(int count, char** arguments) {
     std::string path;
-    for (int i = 1; i < count; i += 2) {
+    for (int i = 1; i < count; ++i) {
       std::string const name = arguments[i];
-      if (i + 1 == count || (name != "--json" && name != "--only")) {
-        stop(std::string(arguments[0]) + " [--json FILE] [--only TEXT]");
+      if (name == "--all") {
+        all = true;
+        continue;
       }
-      (name == "--json" ? path : only) = arguments[i + 1];
+      if (i + 1 == count || (name != "--json" && name != "--only")) {
+        stop(std::string(arguments[0]) + " [--json FILE] [--only TEXT] [--all]");
+      }
+      (name == "--json" ? path : only) = arguments[++i];
     }
     if (path.empty()) return;
     json = std::fopen(path.c_str(), "w");
@@ -165,25 +190,36 @@ struct Arguments {
 };
 
 /// Times those of `cells` that the arguments ask for: `time(cell, machine)`, whose result `print(cell,
-/// timing)` shows on a line of its own and `write(json, cell, timing)` writes as an object.
+/// timing)` shows on a line of its own and `write(json, cell, timing)` writes as an object. The JSON is whole
+/// after every cell, so also where the program is ended before its last.
 template <class Cell, class Time, class Print, class Write>
 void run_cells(Arguments const& told, Machine const& machine, std::vector<Cell> const& cells,
                Time const& time, Print const& print, Write const& write) {
-  if (told.json != nullptr) write_header(told.json, machine);
+  std::FILE* const json = told.json;
   char const* separator = "";
+  long end = 0;
+  auto const close_list = [&] {
+    end = std::ftell(json);
+    std::fprintf(json, "\n ]}\n");
+    std::fflush(json);
+  };
+  if (json != nullptr) {
+    write_header(json, machine);
+    close_list();
+  }
   for (Cell const& cell : cells) {
     if (cell.name().find(told.only) == std::string::npos) continue;
     auto const timing = time(cell, machine);
     print(cell, timing);
     std::fflush(stdout);
-    if (told.json == nullptr) continue;
-    std::fprintf(told.json, "%s\n  ", separator);
-    write(told.json, cell, timing);
+    if (json == nullptr) continue;
+    CHECKED(std::fseek(json, end, SEEK_SET));
+    std::fprintf(json, "%s\n  ", separator);
+    write(json, cell, timing);
     separator = ",";
+    close_list();
   }
-  if (told.json == nullptr) return;
-  std::fprintf(told.json, "\n ]}\n");
-  std::fclose(told.json);
+  if (json != nullptr) std::fclose(json);
 }
 
 }  // namespace atlas_bench

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,19 +25,31 @@ namespace delta_bench {
 using namespace atlas::lora;
 using namespace atlas_bench;
 
-/// What is timed: one shape with one mix of adapters.
+/// What is timed: one shape with one mix of adapters, or a decoder layer's four launches.
 struct Cell {
   std::int64_t k_in;
-  std::vector<std::int64_t> n_out;  ///< of the projections that share x
+  std::vector<std::int64_t> n_out;  ///< of the projections that share x; none for a decoder layer
   std::int32_t rank;
   std::int32_t rows;
   std::string
       adapters;  ///< same, distinct (at most 64), zipf (32, skewed), half (every second row base), seg8, base
+  std::int32_t pool_rank = 0;  ///< the largest rank that the pool takes; 0 for `rank`
 
+  [[nodiscard]] bool is_layer() const { return n_out.empty(); }
+  [[nodiscard]] std::int32_t max_rank() const { return std::max(rank, pool_rank); }
   [[nodiscard]] std::string name() const {
-    std::string text = std::to_string(k_in) + "->";
+    std::string text = is_layer() ? "layer of Llama-3.1-8B" : std::to_string(k_in) + "->";
     for (std::size_t p = 0; p < n_out.size(); ++p) text += (p == 0 ? "" : "+") + std::to_string(n_out[p]);
-    return text + " r" + std::to_string(rank) + " rows" + std::to_string(rows) + " " + adapters;
+    text += " r" + std::to_string(rank) + (pool_rank == 0 ? "" : " of " + std::to_string(pool_rank));
+    return text + " rows" + std::to_string(rows) + " " + adapters;
+  }
+  /// What an engine launches, in its order: of a decoder layer q, k and v; o; gate and up; down.
+  [[nodiscard]] std::vector<Cell> launches() const {
+    if (!is_layer()) return {*this};
+    return {{4096, {4096, 1024, 1024}, rank, rows, adapters},
+            {4096, {4096}, rank, rows, adapters},
+            {4096, {14336, 14336}, rank, rows, adapters},
+            {14336, {4096}, rank, rows, adapters}};
   }
   [[nodiscard]] std::int64_t outputs() const {
     std::int64_t sum = 0;
@@ -110,21 +123,34 @@ __global__ void __launch_bounds__(256) touch_kernel(RowPlan plan, __grid_constan
   if (seen == 0x12345678u) *sink = 1;
 }
 
-/// One cell's operands: enough layer copies of every adapter to pass 300 MB, so that weights come from
-/// memory.
+/// Bytes of one layer's weights of the adapters that occur in a launch.
+inline double layer_bytes(Cell const& launch) {
+  std::set<std::int32_t> adapters;
+  for (std::int32_t const slot : row_slots(launch)) {
+    if (slot >= 0) adapters.insert(slot);
+  }
+  double bytes = 0.0;
+  for (std::int64_t const n : launch.n_out) bytes += 2.0 * launch.rank * static_cast<double>(launch.k_in + n);
+  return bytes * static_cast<double>(std::max<std::size_t>(adapters.size(), 1));
+}
+
+/// Layer copies with which each of a cell's launches passes 300 MB, so that weights come from memory.
+inline int layer_copies(Cell const& cell) {
+  double least = 1e30;
+  for (Cell const& launch : cell.launches()) least = std::min(least, layer_bytes(launch));
+  return static_cast<int>(std::clamp(300e6 / least, 8.0, 400.0));
+}
+
+/// One launch's operands in `layers` copies of every adapter.
 class Case {
  public:
-  explicit Case(Cell const& cell, Machine const& machine)
-      : cell_(cell), machine_(machine), slots_(row_slots(cell)) {
+  explicit Case(Cell const& cell, int layers, Machine const& machine, DeviceMemory& memory)
+      : cell_(cell), machine_(machine), slots_(row_slots(cell)), layers_(layers), memory_(memory) {
     for (std::int32_t const slot : slots_) {
       if (slot >= 0) ++rows_of_[slot];
     }
     num_slots_ = rows_of_.empty() ? 1 : rows_of_.rbegin()->first + 1;
-    pair_ = 0;
-    for (std::int64_t const n : cell.n_out) pair_ += cell.rank * (cell.k_in + n);
-    double const bytes =
-        static_cast<double>(std::max<std::size_t>(rows_of_.size(), 1)) * static_cast<double>(pair_) * 2;
-    layers_ = static_cast<int>(std::clamp(300e6 / bytes, 8.0, 400.0));
+    for (std::int64_t const n : cell.n_out) pair_ += cell.max_rank() * (cell.k_in + n);
     weights_ = memory_.filled(static_cast<std::int64_t>(layers_) * num_slots_ * pair_, 1, 0.05F);
     x_ = memory_.filled(cell.rows * cell.k_in, 2, 1.0F);
     y_ = memory_.filled(cell.rows * cell.outputs(), 3, 1.0F);
@@ -145,39 +171,58 @@ class Case {
 
   [[nodiscard]] bool adapted() const { return !rows_of_.empty(); }
 
-  /// Microseconds of one delta, by the form's launch.
-  double ours(bool settled) {
-    return time([&](int l) { CHECKED(launch_delta(params(l, settled), machine_, stream_)); });
+  /// Bytes of x, read once, and of y, read and written.
+  [[nodiscard]] double row_bytes() const {
+    return 2.0 * cell_.rows * static_cast<double>(cell_.k_in + 2 * cell_.outputs());
   }
-  double two_launches() {
-    return time([&](int l) { CHECKED(launch_delta_in_two_launches(params(l, true), machine_, stream_)); });
+  /// Multiplications and additions of the rows that have an adapter.
+  [[nodiscard]] double operations() const {
+    double a_row = 0.0;
+    for (std::int64_t const n : cell_.n_out) a_row += 2.0 * cell_.rank * static_cast<double>(cell_.k_in + n);
+    return a_row * static_cast<double>(
+                       std::count_if(slots_.begin(), slots_.end(), [](auto slot) { return slot >= 0; }));
   }
 
-  /// The best of several shapes of a launch that only reads the same weights.
-  double touch(bool settled) {
-    double best = 1e30;
+  /// Enqueues one layer's delta, by the form's launch.
+  void ours(int layer, bool settled) { CHECKED(launch_delta(params(layer, settled), machine_, stream_)); }
+  void two_launches(int layer) {
+    CHECKED(launch_delta_in_two_launches(params(layer, true), machine_, stream_));
+  }
+
+  /// Enqueues a launch that only reads the same weights.
+  void touch(int layer, TouchShape shape) {
+    if (shape.loads == 1) launch_touch(touch_kernel<1>, shape.blocks, layer);
+    if (shape.loads == 4) launch_touch(touch_kernel<4>, shape.blocks, layer);
+    if (shape.loads == 8) launch_touch(touch_kernel<8>, shape.blocks, layer);
+  }
+  /// The fastest shape of such a launch.
+  TouchShape best_touch() {
+    TouchShape best;
+    double least = 1e30;
     for (int const blocks : {66, 132, 264, 528}) {
-      best = std::min(best, time([&](int l) { launch_touch(touch_kernel<1>, blocks, l, settled); }));
-      best = std::min(best, time([&](int l) { launch_touch(touch_kernel<4>, blocks, l, settled); }));
-      best = std::min(best, time([&](int l) { launch_touch(touch_kernel<8>, blocks, l, settled); }));
+      for (int const loads : {1, 4, 8}) {
+        TouchShape const shape{loads, blocks};
+        double const us = median_us(
+            stream_, layers_, [&](int l) { touch(l, shape); }, Replays::quick);
+        if (us < least) best = shape;
+        least = std::min(least, us);
+      }
     }
     return best;
   }
 
-  /// Two matrix products an adapter and projection, on rows sorted by adapter.
-  double cublas() {
-    return time([&](int l) {
-      for (int p = 0; p < static_cast<int>(cell_.n_out.size()); ++p) {
-        std::int64_t row = 0;
-        for (auto const& [slot, rows] : rows_of_) {
-          multiply(l, p, slot, row, rows);
-          row += rows;
-        }
+  /// Enqueues two matrix products an adapter and projection, on rows sorted by adapter.
+  void cublas(int layer) {
+    for (int p = 0; p < static_cast<int>(cell_.n_out.size()); ++p) {
+      std::int64_t row = 0;
+      for (auto const& [slot, rows] : rows_of_) {
+        multiply(layer, p, slot, row, rows);
+        row += rows;
       }
-    });
+    }
   }
 
-  /// Relative error of some rows against double precision; resets y.
+  /// Relative error of the first layer's delta, some rows against double precision; resets y.
   double error() {
     std::int64_t const n_all = cell_.outputs();
     std::vector<T> const before = download(y_, cell_.rows * n_all);
@@ -201,7 +246,7 @@ class Case {
  private:
   [[nodiscard]] RouteCell<T> cell_of(int layer, std::size_t projection, std::int32_t slot) const {
     T const* base = weights_ + (static_cast<std::int64_t>(layer) * num_slots_ + slot) * pair_;
-    for (std::size_t p = 0; p < projection; ++p) base += cell_.rank * (cell_.k_in + cell_.n_out[p]);
+    for (std::size_t p = 0; p < projection; ++p) base += cell_.max_rank() * (cell_.k_in + cell_.n_out[p]);
     return {base, base + cell_.rank * cell_.k_in, nullptr, 2.0F, cell_.rank, cell_.rank, 0};
   }
 
@@ -218,12 +263,8 @@ class Case {
       for (std::size_t p = 0; p < cell_.n_out.size(); ++p) {
         auto const row = static_cast<std::int64_t>(l) * static_cast<std::int64_t>(cell_.n_out.size()) +
                          static_cast<std::int64_t>(p);
-        tables.table[p] = {device + row * num_slots_,
-                           sizeof(RouteCell<T>),
-                           num_slots_,
-                           cell_.rank,
-                           cell_.k_in,
-                           cell_.n_out[p]};
+        tables.table[p] = {device + row * num_slots_, sizeof(RouteCell<T>), num_slots_,
+                           cell_.max_rank(),          cell_.k_in,           cell_.n_out[p]};
       }
       tables_.push_back(tables);
     }
@@ -256,10 +297,10 @@ class Case {
   }
 
   template <class Kernel>
-  void launch_touch(Kernel kernel, int blocks, int layer, bool settled) {
+  void launch_touch(Kernel kernel, int blocks, int layer) {
     CHECKED(detail::launch(kernel, detail::LaunchShape{blocks, 256, 1, 0}, machine_, stream_, plan_,
                            tables_[static_cast<std::size_t>(layer)], static_cast<int>(cell_.n_out.size()),
-                           cell_.rank, settled, sink_));
+                           cell_.rank, true, sink_));
   }
 
   void multiply(int layer, int projection, std::int32_t slot, std::int64_t row, int rows) {
@@ -306,19 +347,14 @@ class Case {
     }
   }
 
-  template <class Enqueue>
-  double time(Enqueue const& enqueue) {
-    return median_us(stream_, layers_, enqueue);
-  }
-
   Cell const& cell_;
   Machine const& machine_;
   std::vector<std::int32_t> slots_;
   std::map<std::int32_t, int> rows_of_;  ///< rows of each slot that occurs
   std::int32_t num_slots_ = 0;
   std::int64_t pair_ = 0;  ///< elements of one adapter's pairs in one layer
-  int layers_ = 0;
-  DeviceMemory memory_;
+  int layers_;
+  DeviceMemory& memory_;
   cudaStream_t stream_ = memory_.stream();
   cublasHandle_t cublas_ = nullptr;
   T* weights_ = nullptr;

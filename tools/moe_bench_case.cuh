@@ -91,7 +91,7 @@ class Case {
     route();
     for (std::int64_t const n : cell.n_out) pair_ += cell.rank * (cell.k_in + n);
     double const bytes = static_cast<double>(places_.size()) * static_cast<double>(pair_) * 2;
-    layers_ = static_cast<int>(std::clamp(300e6 / bytes, 4.0, 400.0));
+    layers_ = static_cast<int>(std::clamp(300e6 / bytes, 2.0, 400.0));
     weights_ = memory_.filled(static_cast<std::int64_t>(layers_) * std::ssize(places_) * pair_, 1, 0.05F);
     x_ = memory_.filled(x_rows() * cell.k_in, 2, 1.0F);
     y_ = memory_.filled(cell.rows() * cell.outputs(), 3, 1.0F);
@@ -119,31 +119,37 @@ class Case {
   double plan() {
     return time([&](int) { CHECKED(launch_expert_plan(plan_, rows_, machine_, memory_.stream())); });
   }
-  /// The best of several shapes of a launch that only reads the same weights.
-  double touch(bool settled) {
-    double best = 1e30;
+  /// A launch that only reads the same weights: the fastest of several shapes.
+  double touch() {
+    double least = 1e30;
+    TouchShape best;
     for (int const blocks : {66, 132, 264, 528}) {
-      best = std::min(best, time([&](int l) { launch_touch(touch_kernel<1>, blocks, l, settled); }));
-      best = std::min(best, time([&](int l) { launch_touch(touch_kernel<4>, blocks, l, settled); }));
-      best = std::min(best, time([&](int l) { launch_touch(touch_kernel<8>, blocks, l, settled); }));
+      for (int const loads : {1, 4, 8}) {
+        TouchShape const shape{loads, blocks};
+        double const us = time([&](int l) { touch(l, shape); }, Replays::quick);
+        if (us < least) best = shape;
+        least = std::min(least, us);
+      }
     }
-    return best;
+    return time([&](int l) { touch(l, best); });
   }
 
-  /// Relative error of some rows against double precision; resets y.
+  /// Relative error of some rows against double precision.
   double error() {
+    std::vector<std::int32_t> rows;
+    for (std::int32_t row = 0; row < cell_.rows(); row += std::max(1, cell_.rows() / 3)) rows.push_back(row);
     std::int64_t const n_all = cell_.outputs();
-    std::vector<T> const before = download(y_, cell_.rows() * n_all);
+    std::vector<std::vector<T>> before;
+    for (std::int32_t const row : rows) before.push_back(download(y_ + row * n_all, n_all));
     CHECKED(launch_expert_delta(params(0, false), machine_, memory_.stream()));
     CHECKED(cudaStreamSynchronize(memory_.stream()));
-    std::vector<T> const after = download(y_, cell_.rows() * n_all);
-    CHECKED(cudaMemcpy(y_, before.data(), before.size() * sizeof(T), cudaMemcpyHostToDevice));
     double error = 0.0;
     double size = 0.0;
-    for (std::int32_t row = 0; row < cell_.rows(); row += std::max(1, cell_.rows() / 3)) {
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      std::vector<T> const after = download(y_ + rows[i] * n_all, n_all);
       std::int64_t first = 0;
       for (std::size_t p = 0; p < cell_.n_out.size(); ++p) {
-        row_error(row, p, row * n_all + first, before, after, error, size);
+        row_error(rows[i], p, first, before[i], after, error, size);
         first += cell_.n_out[p];
       }
     }
@@ -279,14 +285,20 @@ class Case {
     return p;
   }
 
+  /// Enqueues a launch that only reads the layer's weights.
+  void touch(int layer, TouchShape shape) {
+    if (shape.loads == 1) launch_touch(touch_kernel<1>, shape.blocks, layer);
+    if (shape.loads == 4) launch_touch(touch_kernel<4>, shape.blocks, layer);
+    if (shape.loads == 8) launch_touch(touch_kernel<8>, shape.blocks, layer);
+  }
   template <class Kernel>
-  void launch_touch(Kernel kernel, int blocks, int layer, bool settled) {
+  void launch_touch(Kernel kernel, int blocks, int layer) {
     CHECKED(detail::launch(kernel, detail::LaunchShape{blocks, 256, 1, 0}, machine_, memory_.stream(),
                            pairs_plan_, tables_[static_cast<std::size_t>(layer)],
-                           static_cast<int>(cell_.n_out.size()), cell_.rank, settled, sink_));
+                           static_cast<int>(cell_.n_out.size()), cell_.rank, true, sink_));
   }
 
-  /// Adds up row `row`'s error of projection `p`; `at` is where its outputs begin in y.
+  /// Adds up row `row`'s error of projection `p`; `at` is where its outputs begin in the row of y.
   void row_error(std::int32_t row, std::size_t p, std::int64_t at, std::vector<T> const& before,
                  std::vector<T> const& after, double& error, double& size) const {
     RouteCell<T> const cell = cell_of(0, p, places_.at(keys_[static_cast<std::size_t>(row)]));
@@ -311,8 +323,8 @@ class Case {
   }
 
   template <class Enqueue>
-  double time(Enqueue const& enqueue) {
-    return median_us(memory_.stream(), layers_, enqueue);
+  double time(Enqueue const& enqueue, Replays replays = Replays::thorough) {
+    return median_us(memory_.stream(), layers_, enqueue, replays);
   }
 
   Cell const& cell_;

@@ -9,16 +9,30 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <cuda_runtime.h>
 #include <doctest/doctest.h>
 
 #include "atlas/lora/element.hpp"
+#include "atlas/lora/status.hpp"
 
 namespace atlas_test {
 
 using namespace atlas::lora;
+
+/// The value of a result that must have one.
+template <class V>
+V need(Result<V> result) {
+  if (!result) {
+    MESSAGE(result.error().message);
+    FAIL("a step of the set-up failed");
+    std::abort();
+  }
+  if constexpr (!std::is_void_v<V>) return std::move(*result);
+}
 
 /// Stops the test at a failed device call.
 inline void check(cudaError_t error, char const* what) {

@@ -13,16 +13,6 @@
 namespace atlas_test {
 namespace {
 
-template <class V>
-V need(Result<V> result) {
-  if (!result) {
-    MESSAGE(result.error().message);
-    FAIL("a step of the set-up failed");
-    std::abort();
-  }
-  if constexpr (!std::is_void_v<V>) return std::move(*result);
-}
-
 struct Fixture {
   char const* name;
   char const* suffix;  ///< of the base's tables in base_subset.safetensors

@@ -28,22 +28,6 @@ std::vector<std::string> served() {
           "llama_bias_all", "qwen3moe_attn",  "qwen3next_hybrid", "phi3_fused_qkv"};
 }
 
-template <class V>
-V need(Result<V> result) {
-  if (!result) {
-    MESSAGE(result.error().message);
-    FAIL("a step of the set-up failed");
-    std::abort();
-  }
-  return std::move(*result);
-}
-inline void need(Result<void> result) {
-  if (!result) {
-    MESSAGE(result.error().message);
-    FAIL("a step of the set-up failed");
-  }
-}
-
 template <Element T>
 std::vector<T> read(SafetensorsFile const& file, std::string const& name) {
   HostTensor const tensor = need(file.read(name));
