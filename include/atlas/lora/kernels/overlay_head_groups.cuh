@@ -71,7 +71,7 @@ struct HeadBatch {
   std::int32_t last;           ///< whether no group follows
   std::int32_t ids[64];        ///< of the block's spread item, -1 for none
   std::int32_t rows[64];       ///< of the block's item, -1 for none
-  std::uint32_t phase;         ///< of `full` that the block's spread item completes
+  std::uint32_t phase;         ///< of `full` that the block's last item completed or completes
   Barrier full;                ///< the segment sums of an item that the block folds are there
 
   /// The group of spread item `item`, below `spread_end[31]`. The whole warp calls it.

@@ -82,7 +82,8 @@ class SpreadItem {
       if (task == 0) {
         if (!first) __syncthreads();  // rows and ids of the item before have been folded
         find_item_rows(batch_, p_, group_of_, first_row_);
-        if (Cluster > 1 && threadIdx.x == 0) batch_.phase ^= 1U;
+        // Phases are of items of which the block folds something: nobody waits for any other.
+        if (Cluster > 1 && threadIdx.x == 0 && folds(block_)) batch_.phase ^= 1U;
         find_item_ids(batch_, p_, group_of_, first_override_);
         if (!entered) enter();
         entered = true;
@@ -184,11 +185,10 @@ class SpreadItem {
     if constexpr (Cluster == 1) {
       __syncthreads();
     } else {
-      int folded = 0;
-#pragma unroll
-      for (int i = 0; i < head_folded_tiles<Cluster, T>; ++i) folded += folds(i * Cluster + block_) ? 1 : 0;
-      if (threadIdx.x == 0) {
-        batch_.full.arrive_expecting(static_cast<std::uint32_t>(segments * folded * vectors * warp_threads) *
+      // The warps that fold a block's one tile wait, the first among them.
+      static_assert(head_folded_tiles<Cluster, T> == 1);
+      if (threadIdx.x == 0 && folds(block_)) {
+        batch_.full.arrive_expecting(static_cast<std::uint32_t>(segments * vectors * warp_threads) *
                                      sizeof(float4));
       }
     }
