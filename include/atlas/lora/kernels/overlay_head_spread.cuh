@@ -97,7 +97,7 @@ class SpreadItem {
   }
 
  private:
-  using Walk = HeadWalk<Wide, 1, Down, T>;
+  using Walk = HeadWalk<Wide, Down, T>;
   static constexpr int vectors = tile_vectors<T>;
   /// Whether warps are enough for all segments of a block by all tiles along the overrides.
   static constexpr bool one_round =

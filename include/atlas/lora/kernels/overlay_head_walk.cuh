@@ -18,9 +18,11 @@
 
 namespace atlas::lora::inline v0::detail {
 
-/// Blocks of k whose weights a warp of `Up` override tiles has under way together: 64 registers.
-template <bool Wide, int Up, Element T>
-inline constexpr int blocks_ahead = !Wide ? 1 : (sizeof(T) == 2 ? 8 : 4) / Up;
+/// Blocks of k whose weights a warp has under way together: 64 registers.
+template <bool Wide, Element T>
+inline constexpr int blocks_ahead = !Wide            ? 1
+                                    : sizeof(T) == 2 ? 8
+                                                     : 4;
 
 __device__ inline float4 add_rn(float4 const& a, float4 const& b) {
   return make_float4(add_rn(a.x, b.x), add_rn(a.y, b.y), add_rn(a.z, b.z), add_rn(a.w, b.w));
@@ -96,20 +98,20 @@ class TileSum<float> {
 template <Element T>
 inline constexpr int tile_packs = tile_vectors<T>* warp_threads;
 
-/// Copies x of one block of k of `Tiles` row tiles to shared memory. `rows` are the tiles' rows; in the place
-/// of one that is -1 stands what stood there, since batch rows do not mix. One warp calls it, whole.
+/// Copies x of one block of k of `Tiles` row tiles to shared memory. `rows` are the tiles' rows; where one is
+/// -1 zeroes stand. One warp calls it, whole. Nothing branches where 16 bytes are copied at a time: all that
+/// happens between what the launch depends on and the first product is latency.
 template <bool Wide, int Tiles, Element T, Element Y>
 __device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, std::int32_t const* rows,
                                     std::int32_t block) {
   std::int64_t const k = k_of(block, quad(), 0);
   std::int64_t const left = p.params.table.hidden - k;
-#pragma unroll(Wide ? Tiles* tile_vectors <T> : 1)
+#pragma unroll(Wide ? 2 : 1)
   for (int t = 0; t < Tiles * tile_vectors<T>; ++t) {
     std::int32_t const row = rows[t * tile_batch_rows + group()];
-    if (row < 0) continue;
+    bool const exists = row >= 0 && left > 0;
     copy_pack<Wide>(to + t * warp_threads + lane_index(),
-                    left > 0 ? p.params.x + row * p.params.x_row_stride + k : p.params.x,
-                    left > 0 ? left : 0);
+                    p.params.x + (exists ? row * p.params.x_row_stride + k : 0), exists ? left : 0);
   }
 }
 /// Makes operands of what this lane's `copy_x_block` brought, after it was waited for: in 16 bits the words
@@ -128,18 +130,40 @@ __device__ inline void order_x_block(Pack<T>* x) {
   }
 }
 
+/// Folds the values of the chains `chunk` into the segment's sums, `[chain][vector]`.
+template <int Chains, Element T>
+__device__ inline void fold_chunks(float4 (&segment)[Chains * tile_vectors<T>],
+                                   TileSum<T> const (&chunk)[Chains]) {
+#pragma unroll
+  for (int c = 0; c < Chains; ++c) {
+    float4 sum[tile_vectors<T>];
+    chunk[c].finish(sum);
+#pragma unroll
+    for (int v = 0; v < tile_vectors<T>; ++v) {
+      segment[c * tile_vectors<T> + v] = add_rn(segment[c * tile_vectors<T> + v], sum[v]);
+    }
+  }
+}
+
 /// A fold for a walk over one segment, whose sums the walk keeps.
 struct KeepSegment {};
 
-/// A warp's walk over blocks of k: `Up` tiles of override rows by `Tiles` row tiles.
-template <bool Wide, int Up, int Tiles, Element T>
+/// A warp's walk over blocks of k: a tile of override rows by `Tiles` row tiles.
+template <bool Wide, int Tiles, Element T>
 class HeadWalk {
  public:
-  static constexpr int ahead = blocks_ahead<Wide, Up, T>;
-  /// Float4 values of its sums: `[override tile][row tile][vector]`.
-  static constexpr int sums = Up * Tiles * tile_vectors<T>;
-  /// Whether a step may be multiplied by whole chunks. Float has no registers for several chains.
-  static constexpr bool static_chunks = sizeof(T) == 2 && ahead % (2 * min_chunk_blocks) == 0;
+  static constexpr int ahead = blocks_ahead<Wide, T>;
+  /// Float4 values of its sums: `[row tile][vector]`.
+  static constexpr int sums = Tiles * tile_vectors<T>;
+  /// Whether a step may be multiplied by whole chunks. Float has no registers for several chains,
+  /// nor have more than two row tiles.
+  static constexpr bool static_chunks = sizeof(T) == 2 && ahead % (4 * min_chunk_blocks) == 0 && Tiles <= 2;
+  /// Chunks whose chains are under way at once in a walk over one segment; a walk over several has other
+  /// warps beside it that hide what a chain waits for, and asks for weights after every chunk.
+  template <class Fold>
+  static constexpr int together = !std::is_same_v<Fold, KeepSegment> ? 1
+                                  : Tiles == 1                       ? 4
+                                                                     : 2;
 
   /// Asks for the first weights of `blocks`, which begin a segment; of no more when they are none. Override
   /// rows from `first_override` on; those that do not exist are zero.
@@ -170,15 +194,16 @@ class HeadWalk {
   __device__ void to(std::int32_t last, Pack<T> const* x, Fold const& fold) {
 #pragma unroll 1
     while (next_ < last && next_ < last_) {
-      if constexpr (static_chunks && std::is_same_v<Fold, KeepSegment>) {
-        if (cut_.chunk_blocks() == min_chunk_blocks && last_ - next_ >= ahead) {
-          multiply_chunks(x);
-          if (last_ - next_ > ahead) {
-#pragma unroll
-            for (int i = 0; i < ahead; ++i) ask(i);
-          }
+      if constexpr (static_chunks) {
+        if (whole_chunks<Fold>()) {
+          multiply_chunks<Fold>(x);
           step(x);
-          chunk_end_ = min(next_ + min_chunk_blocks, last_);
+          if constexpr (std::is_same_v<Fold, KeepSegment>) {
+            chunk_end_ = min(next_ + min_chunk_blocks, last_);
+          } else {
+            if (next_ == segment_end_) end_segment(fold);
+            chunk_end_ = min(next_ + min_chunk_blocks, segment_end_);
+          }
           continue;
         }
       }
@@ -200,7 +225,7 @@ class HeadWalk {
   /// Asks for the `i`-th block of the step that `from_` is at.
   __device__ void ask(int i) {
 #pragma unroll
-    for (int r = 0; r < 2 * Up; ++r) {
+    for (int r = 0; r < 2; ++r) {
       std::int32_t const valid = r * tile_batch_rows < rows_ ? left_ - i * block_elements : 0;
       weights_[i][r] = read_weights<Wide>(from_ + r * tile_batch_rows * hidden_ + i * block_elements, valid);
     }
@@ -216,7 +241,7 @@ class HeadWalk {
     x += ahead * Tiles * tile_packs<T>;
   }
   /// Adds the `i`-th block of the step to the chains `chunk`.
-  __device__ void multiply(TileSum<T> (&chunk)[Up * Tiles], int i, Pack<T> const* x) {
+  __device__ void multiply(TileSum<T> (&chunk)[Tiles], int i, Pack<T> const* x) {
 #pragma unroll
     for (int t = 0; t < Tiles; ++t) {
       Pack<T> pack[tile_vectors<T>];
@@ -224,69 +249,69 @@ class HeadWalk {
       for (int v = 0; v < tile_vectors<T>; ++v) {
         pack[v] = read_pack(x + t * tile_packs<T> + v * warp_threads + lane_index());
       }
-#pragma unroll
-      for (int u = 0; u < Up; ++u) chunk[u * Tiles + t].add(weights_[i][2 * u], weights_[i][2 * u + 1], pack);
+      chunk[t].add(weights_[i][0], weights_[i][1], pack);
     }
   }
-  /// Multiplies a step of one segment that is chunks of the fewest blocks throughout. Their ends are known to
-  /// the compiler then, so the chains of several chunks are under way at once: one alone waits for every
-  /// product before the next.
+  /// Whether the next step is of one segment and chunks of the fewest blocks throughout.
+  template <class Fold>
+  __device__ bool whole_chunks() const {
+    bool const one_segment = std::is_same_v<Fold, KeepSegment> || cut_.segment_blocks() % ahead == 0;
+    return cut_.chunk_blocks() == min_chunk_blocks && one_segment && last_ - next_ >= ahead;
+  }
+  /// Multiplies such a step and asks for the weights of the one after. The chunks' ends are known to the
+  /// compiler here, so a chain starts from zero without registers being cleared, and those of several chunks
+  /// are under way at once: one alone waits for every product before the next.
+  template <class Fold>
   __device__ void multiply_chunks(Pack<T> const* x) {
-    constexpr int together = Up * Tiles == 1 ? 4 : 2;
-    constexpr int blocks = together * min_chunk_blocks;
+    constexpr int blocks = together<Fold> * min_chunk_blocks;
     static_assert(ahead % blocks == 0);
 #pragma unroll
     for (int first = 0; first < ahead; first += blocks) {
-      TileSum<T> chunk[together][Up * Tiles];
+      TileSum<T> chunk[together<Fold>][Tiles];
 #pragma unroll
       for (int i = 0; i < blocks; ++i) {
         multiply(chunk[i / min_chunk_blocks], first + i, x + (first + i) * Tiles * tile_packs<T>);
       }
+      // One segment is seldom more than a step.
+      if (!std::is_same_v<Fold, KeepSegment> || last_ - next_ > ahead) {
 #pragma unroll
-      for (int c = 0; c < together; ++c) fold_chunk(chunk[c]);
+        for (int i = 0; i < blocks; ++i) ask(first + i);
+      }
+#pragma unroll
+      for (int c = 0; c < together<Fold>; ++c) fold_chunks(segment_, chunk[c]);
     }
     // Empty as it was, which the compiler does not see: it takes no registers over the step.
 #pragma unroll
-    for (int c = 0; c < Up * Tiles; ++c) chunk_[c] = TileSum<T>();
-  }
-  /// Folds the values of the chains `chunk` into the segment's.
-  __device__ void fold_chunk(TileSum<T> const (&chunk)[Up * Tiles]) {
-#pragma unroll
-    for (int c = 0; c < Up * Tiles; ++c) {
-      float4 sum[tile_vectors<T>];
-      chunk[c].finish(sum);
-#pragma unroll
-      for (int v = 0; v < tile_vectors<T>; ++v) {
-        segment_[c * tile_vectors<T> + v] = add_rn(segment_[c * tile_vectors<T> + v], sum[v]);
-      }
-    }
+    for (int c = 0; c < Tiles; ++c) chunk_[c] = TileSum<T>();
   }
   template <class Fold>
   __device__ void end_chunk(Fold const& fold) {
-    fold_chunk(chunk_);
+    fold_chunks(segment_, chunk_);
 #pragma unroll
-    for (int c = 0; c < Up * Tiles; ++c) chunk_[c] = TileSum<T>();
+    for (int c = 0; c < Tiles; ++c) chunk_[c] = TileSum<T>();
     if constexpr (std::is_same_v<Fold, KeepSegment>) {
       chunk_end_ = min(chunk_end_ + cut_.chunk_blocks(), last_);
     } else {
-      if (chunk_end_ == segment_end_) {
-#pragma unroll
-        for (int c = 0; c < sums; ++c) {
-          fold(c, segment_[c]);
-          segment_[c] = fold_start();
-        }
-        segment_end_ = min(segment_end_ + cut_.segment_blocks(), last_);
-      }
+      if (chunk_end_ == segment_end_) end_segment(fold);
       chunk_end_ = min(chunk_end_ + cut_.chunk_blocks(), segment_end_);
     }
+  }
+  template <class Fold>
+  __device__ void end_segment(Fold const& fold) {
+#pragma unroll
+    for (int c = 0; c < sums; ++c) {
+      fold(c, segment_[c]);
+      segment_[c] = fold_start();
+    }
+    segment_end_ = min(segment_end_ + cut_.segment_blocks(), last_);
   }
 
   T const* from_;  ///< of the first override row, where it is asked for next
   std::int64_t const& hidden_;
   std::int32_t rows_;  ///< override rows from this lane's first on
   std::int32_t left_;  ///< elements of the walk from this lane's first there on
-  Pack<T> weights_[ahead][2 * Up];
-  TileSum<T> chunk_[Up * Tiles];
+  Pack<T> weights_[ahead][2];
+  TileSum<T> chunk_[Tiles];
   float4 segment_[sums];
   std::int32_t next_;
   std::int32_t chunk_end_;
