@@ -81,13 +81,10 @@ class SpreadItem {
                 exists ? blocks : BlockRange{blocks.first, blocks.first});
       if (task == 0) {
         if (!first) __syncthreads();  // rows and ids of the item before have been folded
-        find_item_rows(batch_, p_, group_of_, first_row_);
-        // Phases are of items of which the block folds something: nobody waits for any other.
-        if (Cluster > 1 && threadIdx.x == 0 && folds(block_)) batch_.phase ^= 1U;
-        find_item_ids(batch_, p_, group_of_, first_override_);
+        ask_rows_and_ids();
         if (!entered) enter();
         entered = true;
-        __syncthreads();
+        take_rows_and_ids();
       }
       multiply(walk, task, tasks, segment, blocks.first);
       if (Cluster > 1 && task == 0) cluster_wait();
@@ -99,6 +96,8 @@ class SpreadItem {
  private:
   using Walk = HeadWalk<Wide, Down, T>;
   static constexpr int vectors = tile_vectors<T>;
+  /// Threads that bring rows; as many behind them bring ids.
+  static constexpr int id_threads = 64;
   /// Whether warps are enough for all segments of a block by all tiles along the overrides.
   static constexpr bool one_round =
       (max_segments + Cluster - 1) / Cluster * most_across_tiles<Cluster> <= head_warps;
@@ -123,38 +122,97 @@ class SpreadItem {
            first_row_ + t * head_tile_rows<T> < group_of_.rows;
   }
 
+  /// Asks for the rows of x that this lane copies, and for what row or id of the item this thread brings to
+  /// the others. Nothing waits for them here, so that the launch's dependencies are met first.
+  __device__ void ask_rows_and_ids() {
+#pragma unroll
+    for (int i = 0; i < Down * vectors; ++i) {
+      rows_[i] = ask_row(i * tile_batch_rows + group());
+    }
+    auto const thread = static_cast<int>(threadIdx.x);
+    std::int32_t const j = first_override_ + thread - id_threads;
+    brought_ = -1;
+    if (thread < id_threads) {
+      if (thread < Down * head_tile_rows<T>) brought_ = ask_row(thread);
+    } else if (j < min(first_override_ + group_of_.work.item_overrides, group_of_.overrides)) {
+      brought_ = group_of_.ids[j];
+    }
+  }
+  __device__ std::int32_t ask_row(int index) const {
+    std::int32_t const i = first_row_ + index;
+    return i < group_of_.rows ? p_.params.plan.rows[group_of_.first_row + i] : -1;
+  }
+  /// Takes what was asked for; those out of range become -1.
+  __device__ void take_rows_and_ids() {
+#pragma unroll
+    for (int i = 0; i < Down * vectors; ++i) rows_[i] = rows_[i] < p_.params.rows ? rows_[i] : -1;
+    auto const thread = static_cast<int>(threadIdx.x);
+    if (thread < id_threads) {
+      batch_.rows[thread] = brought_ < p_.params.rows ? brought_ : -1;
+    } else if (thread < 2 * id_threads) {
+      batch_.ids[thread - id_threads] = brought_ < p_.params.table.vocab ? brought_ : -1;
+    }
+    // Phases are of items of which the block folds something: nobody waits for any other.
+    if (Cluster > 1 && threadIdx.x == 0 && folds(block_)) batch_.phase ^= 1U;
+  }
+
   /// Walks this warp's blocks from `first_block` on, while the block copies x of the segments of tasks `task`
-  /// and on.
+  /// and on, at once where shared memory has room for it.
   __device__ void multiply(Walk& walk, std::int32_t task, std::int32_t tasks, std::int32_t segment,
                            std::int32_t first_block) {
     std::int32_t const first = one_round ? 0 : task / across_;
     std::int32_t const segments =
         max(one_round ? own_.size() : (min(task + head_warps, tasks) - 1) / across_ - first + 1, 1);
-    constexpr auto packs = static_cast<std::int32_t>(spread_x_bytes<Cluster> / sizeof(Pack<T>));
-    std::int32_t const window = packs / (Down * tile_packs<T>) / segments / Walk::ahead * Walk::ahead;
+    std::int32_t const length = p_.cut.segment_blocks();
+    std::int32_t const whole = (length + Walk::ahead - 1) / Walk::ahead * Walk::ahead;
+    constexpr auto room =
+        static_cast<std::int32_t>(spread_x_bytes<Cluster> / sizeof(Pack<T>)) / (Down * tile_packs<T>);
+    // Segments follow each other, so whole ones are one piece.
+    bool const at_once = segments * whole <= room;
+    std::int32_t const window = at_once ? whole : room / segments / Walk::ahead * Walk::ahead;
+    std::int32_t const stride = at_once ? length : window;
+    if (task > 0 || !Wide) read_rows();
 #pragma unroll 1
-    for (std::int32_t w = 0; w < p_.cut.segment_blocks(); w += window) {
-      if (task + w > 0) __syncthreads();  // the window before is done with
+    for (std::int32_t w = 0;;) {
       // Each warp copies and orders some of the blocks.
       auto const each_block = [&](auto const& visit) {
+        int const warp = this_warp();
 #pragma unroll 1
-        for (std::int32_t s = 0; s < segments && first + s < own_.size(); ++s) {
-          BlockRange const of = p_.cut.segment(own_.first + first + s);
+        for (std::int32_t s = 0; s == 0 || (!at_once && s < segments && first + s < own_.size()); ++s) {
+          std::int32_t const from = (own_.first + first + s) * length + w;
+          std::int32_t const count = at_once ? segments * length : min(window, length - w);
+          std::int32_t const end = min(count, p_.cut.blocks() - from);
 #pragma unroll 1
-          for (std::int32_t b = this_warp(); b < window && of.first + w + b < of.last; b += head_warps) {
-            visit(x_ + (s * window + b) * Down * tile_packs<T>, of.first + w + b);
+          for (std::int32_t b = warp; b < end; b += head_warps) {
+            visit(x_ + (s * window + b) * Down * tile_packs<T>, from + b);
           }
         }
       };
-      each_block(
-          [&](Pack<T>* to, std::int32_t block) { copy_x_block<Wide, Down>(to, p_, batch_.rows, block); });
+      each_block([&](Pack<T>* to, std::int32_t block) {
+        if constexpr (Wide) {
+          copy_x_block<Wide, Down, Down * vectors>(
+              to, p_, [&](int i) { return rows_[i]; }, block);
+        } else {
+          copy_x_block<Wide, Down>(to, p_, batch_.rows, block);
+        }
+      });
       commit_copies();
       wait_copies<0>();
       each_block([](Pack<T>* at, std::int32_t) { order_x_block<Down>(at); });
       __syncthreads();
-      walk.to(first_block + w + window, x_ + (segment - first) * window * Down * tile_packs<T>,
+      walk.to(first_block + w + window, x_ + (segment - first) * stride * Down * tile_packs<T>,
               KeepSegment{});
+      w += window;
+      if (w >= length) break;
+      read_rows();
     }
+  }
+  /// Reads the rows that this lane copies again, which are not kept while registers hold a walk. Behind it
+  /// what was copied before is done with.
+  __device__ void read_rows() {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Down * vectors; ++i) rows_[i] = batch_.rows[i * tile_batch_rows + group()];
   }
 
   /// Brings a segment's sums of override tile `m` to the blocks that fold them.
@@ -220,6 +278,8 @@ class SpreadItem {
   int warp_;
   float4* sums_;
   Pack<T>* x_;
+  std::int32_t rows_[Down * vectors];  ///< of x, that this lane copies; -1 for none
+  std::int32_t brought_;               ///< this thread's row or id
 };
 
 /// One spread item by a team of `Cluster` blocks. All threads of all its blocks call it. `shared` is memory

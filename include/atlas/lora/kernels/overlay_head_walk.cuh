@@ -98,21 +98,29 @@ class TileSum<float> {
 template <Element T>
 inline constexpr int tile_packs = tile_vectors<T>* warp_threads;
 
-/// Copies x of one block of k of `Tiles` row tiles to shared memory. `rows` are the tiles' rows; where one is
-/// -1 zeroes stand. One warp calls it, whole. Nothing branches where 16 bytes are copied at a time: all that
-/// happens between what the launch depends on and the first product is latency.
-template <bool Wide, int Tiles, Element T, Element Y>
-__device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, std::int32_t const* rows,
+/// Copies x of one block of k of `Tiles` row tiles to shared memory. `row_of(i)` is this lane's row of the
+/// tiles' `i`-th eight; where one is -1 zeroes stand. `AtOnce` of them are worked out together. One warp
+/// calls it, whole. Nothing branches where 16 bytes are copied at a time: all that happens between what the
+/// launch depends on and the first product is latency.
+template <bool Wide, int Tiles, int AtOnce, class RowOf, Element T, Element Y>
+__device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, RowOf const& row_of,
                                     std::int32_t block) {
   std::int64_t const k = k_of(block, quad(), 0);
   std::int64_t const left = p.params.table.hidden - k;
-#pragma unroll(Wide ? 2 : 1)
-  for (int t = 0; t < Tiles * tile_vectors<T>; ++t) {
-    std::int32_t const row = rows[t * tile_batch_rows + group()];
+#pragma unroll AtOnce
+  for (int i = 0; i < Tiles * tile_vectors<T>; ++i) {
+    std::int32_t const row = row_of(i);
     bool const exists = row >= 0 && left > 0;
-    copy_pack<Wide>(to + t * warp_threads + lane_index(),
+    copy_pack<Wide>(to + i * warp_threads + lane_index(),
                     p.params.x + (exists ? row * p.params.x_row_stride + k : 0), exists ? left : 0);
   }
+}
+/// Likewise from rows in shared memory.
+template <bool Wide, int Tiles, Element T, Element Y>
+__device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, std::int32_t const* rows,
+                                    std::int32_t block) {
+  copy_x_block<Wide, Tiles, Wide ? 2 : 1>(
+      to, p, [&](int i) { return rows[i * tile_batch_rows + group()]; }, block);
 }
 /// Makes operands of what this lane's `copy_x_block` brought, after it was waited for: in 16 bits the words
 /// of rows `group()` and `group() + 8` take turns.
@@ -272,13 +280,13 @@ class HeadWalk {
       for (int i = 0; i < blocks; ++i) {
         multiply(chunk[i / min_chunk_blocks], first + i, x + (first + i) * Tiles * tile_packs<T>);
       }
+#pragma unroll
+      for (int c = 0; c < together<Fold>; ++c) fold_chunks(segment_, chunk[c]);
       // One segment is seldom more than a step.
       if (!std::is_same_v<Fold, KeepSegment> || last_ - next_ > ahead) {
 #pragma unroll
         for (int i = 0; i < blocks; ++i) ask(first + i);
       }
-#pragma unroll
-      for (int c = 0; c < together<Fold>; ++c) fold_chunks(segment_, chunk[c]);
     }
     // Empty as it was, which the compiler does not see: it takes no registers over the step.
 #pragma unroll
