@@ -282,11 +282,15 @@ class HeadWalk {
       }
 #pragma unroll
       for (int c = 0; c < together<Fold>; ++c) fold_chunks(segment_, chunk[c]);
-      // One segment is seldom more than a step.
-      if (!std::is_same_v<Fold, KeepSegment> || last_ - next_ > ahead) {
+      if constexpr (!std::is_same_v<Fold, KeepSegment>) {
 #pragma unroll
         for (int i = 0; i < blocks; ++i) ask(first + i);
       }
+    }
+    // One segment is seldom more than a step.
+    if (std::is_same_v<Fold, KeepSegment> && last_ - next_ > ahead) {
+#pragma unroll
+      for (int i = 0; i < ahead; ++i) ask(i);
     }
     // Empty as it was, which the compiler does not see: it takes no registers over the step.
 #pragma unroll
