@@ -162,6 +162,16 @@ __device__ inline std::int32_t head_id(HeadOperands<T, Y> const& p, HeadGroup<T>
   std::int32_t const id = j < group_of.overrides ? group_of.ids[j] : -1;
   return id < p.params.table.vocab ? id : -1;
 }
+/// Likewise the ids of a spread item from override row `first` on, by threads that `find_item_rows` leaves.
+template <Element T, Element Y>
+__device__ inline void find_item_ids(HeadBatch<T>& batch, HeadOperands<T, Y> const& p,
+                                     HeadGroup<T> const& group_of, std::int32_t first) {
+  auto const thread = static_cast<int>(threadIdx.x) - 64;
+  if (thread >= 0 && thread < group_of.work.item_overrides) {
+    batch.ids[thread] = head_id(p, group_of, first + thread);
+  }
+}
+
 /// Where one of a lane's float4 values of a tile's sums goes: to the logits `id` of the rows `row`; negative
 /// for nowhere. In 16 bits x and y are of the first row, z and w of the second, and x and z of the first id;
 /// in float it is the other way round.

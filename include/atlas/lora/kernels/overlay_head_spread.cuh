@@ -40,6 +40,52 @@ inline constexpr std::size_t spread_x_bytes = std::size_t{Cluster > 1 ? 32 : 64}
 template <int Cluster, Element T>
 inline constexpr std::size_t spread_bytes = folded_bytes<Cluster, T> + spread_x_bytes<Cluster>;
 
+/// Most segments of a block of a team, and whether warps are enough for all by all tiles along the overrides.
+template <int Cluster>
+inline constexpr int most_own_segments = (max_segments + Cluster - 1) / Cluster;
+template <int Cluster>
+inline constexpr bool one_round = most_own_segments<Cluster>* most_across_tiles<Cluster> <= head_warps;
+
+/// Which blocks of k of x a block has in shared memory together, with room for `Room` of them, read `Ahead`
+/// at a time: so many of each segment that its warps multiply in a round, each segment a run, and one window
+/// after the other; or all of them, which are one run then, since segments follow each other.
+template <int Cluster, int Ahead, std::int32_t Room>
+struct XWindow {
+  static constexpr bool one = one_round<Cluster>;  ///< whether there is one round
+
+  std::int32_t first;     ///< segment
+  std::int32_t segments;  ///< at least 1
+  std::int32_t blocks;    ///< of a segment, a multiple of `Ahead`
+  bool whole;
+
+  __device__ XWindow(Contraction const& cut, Share own, std::int32_t task, std::int32_t tasks,
+                     std::int32_t across) {
+    std::int32_t const before = one ? 0 : task / across;
+    first = own.first + before;
+    segments = max(one ? own.size() : (min(task + head_warps, tasks) - 1) / across - before + 1, 1);
+    blocks = (cut.segment_blocks() + Ahead - 1) / Ahead * Ahead;
+    whole = segments * blocks <= Room;
+    // Of the most segments that there can be: a division would take long, and registers.
+    constexpr int most = one ? most_own_segments<Cluster> : head_warps;
+    static_assert(Room / most >= Ahead);
+    if (!whole) blocks = Room / most / Ahead * Ahead;
+  }
+  __device__ std::int32_t runs() const { return whole ? 1 : segments; }
+  /// The first block of a run in the window from block `w` of a segment on.
+  __device__ std::int32_t from(Contraction const& cut, std::int32_t run, std::int32_t w) const {
+    return (first + run) * cut.segment_blocks() + w;
+  }
+  /// Its blocks; none where it is negative.
+  __device__ std::int32_t count(Contraction const& cut, std::int32_t run, std::int32_t w) const {
+    std::int32_t const all = whole ? segments * cut.segment_blocks() : min(blocks, cut.segment_blocks() - w);
+    return min(all, cut.blocks() - from(cut, run, w));
+  }
+  /// Where the `segment`-th segment begins among the blocks in shared memory, from the block's first on.
+  __device__ std::int32_t place(Contraction const& cut, Share own, std::int32_t segment) const {
+    return (own.first + segment - first) * (whole ? cut.segment_blocks() : blocks);
+  }
+};
+
 /// One spread item of a team of `Cluster` blocks, as one of them sees it. `Down` are its row tiles.
 template <bool Wide, int Cluster, int Down, Element T, Element Y>
 class SpreadItem {
@@ -71,7 +117,7 @@ class SpreadItem {
     std::int32_t const tasks = own_.size() * across_;
     int const warp = this_warp();
 #pragma unroll 1
-    for (std::int32_t task = 0; task == 0 || (!one_round && task < tasks); task += head_warps) {
+    for (std::int32_t task = 0; task == 0 || (!one_round<Cluster> && task < tasks); task += head_warps) {
       bool const works = task + warp < tasks;
       std::int32_t const segment = works ? (task + warp) / across_ : 0;
       std::int32_t const m = task + warp - segment * across_;
@@ -79,14 +125,14 @@ class SpreadItem {
       BlockRange const blocks = p_.cut.segment(own_.first + segment);
       Walk walk(group_of_, p_.params.table.hidden, override_of(exists ? m : 0), p_.cut,
                 exists ? blocks : BlockRange{blocks.first, blocks.first});
+      Window const window(p_.cut, own_, task, tasks, across_);
       if (task == 0) {
         if (!first) __syncthreads();  // rows and ids of the item before have been folded
-        ask_rows_and_ids();
-        if (!entered) enter();
-        entered = true;
-        take_rows_and_ids();
+        if constexpr (early) ask_rows();
+        copy_first(window, entered);
+        find_rows_and_ids();
       }
-      multiply(walk, task, tasks, segment, blocks.first);
+      multiply(walk, window, task, segment, blocks.first);
       if (Cluster > 1 && task == 0) cluster_wait();
       if (exists) send(walk, m, own_.first + segment);
     }
@@ -96,11 +142,12 @@ class SpreadItem {
  private:
   using Walk = HeadWalk<Wide, Down, T>;
   static constexpr int vectors = tile_vectors<T>;
-  /// Threads that bring rows; as many behind them bring ids.
-  static constexpr int id_threads = 64;
-  /// Whether warps are enough for all segments of a block by all tiles along the overrides.
-  static constexpr bool one_round =
-      (max_segments + Cluster - 1) / Cluster * most_across_tiles<Cluster> <= head_warps;
+  /// Whether lanes know the rows that they copy before all warps have met; float's sums leave no registers.
+  static constexpr bool early = Wide && sizeof(T) == 2;
+  /// Packs of x of a block of k.
+  static constexpr int block_packs = Down * tile_packs<T>;
+  using Window = XWindow<Cluster, Walk::ahead,
+                         static_cast<std::int32_t>(spread_x_bytes<Cluster> / sizeof(Pack<T>)) / block_packs>;
   static_assert(head_folded_tiles<Cluster, T> * vectors <= head_warps);
 
   /// This warp: in a cluster, whose weights leave no register for it, asked for wherever it is needed; over
@@ -122,97 +169,90 @@ class SpreadItem {
            first_row_ + t * head_tile_rows<T> < group_of_.rows;
   }
 
-  /// Asks for the rows of x that this lane copies, and for what row or id of the item this thread brings to
-  /// the others. Nothing waits for them here, so that the launch's dependencies are met first.
-  __device__ void ask_rows_and_ids() {
+  /// Asks for the rows of x that this lane copies. Nothing waits for them here.
+  __device__ void ask_rows() {
 #pragma unroll
     for (int i = 0; i < Down * vectors; ++i) {
-      rows_[i] = ask_row(i * tile_batch_rows + group());
-    }
-    auto const thread = static_cast<int>(threadIdx.x);
-    std::int32_t const j = first_override_ + thread - id_threads;
-    brought_ = -1;
-    if (thread < id_threads) {
-      if (thread < Down * head_tile_rows<T>) brought_ = ask_row(thread);
-    } else if (j < min(first_override_ + group_of_.work.item_overrides, group_of_.overrides)) {
-      brought_ = group_of_.ids[j];
+      std::int32_t const row = first_row_ + i * tile_batch_rows + group();
+      rows_[i] = row < group_of_.rows ? p_.params.plan.rows[group_of_.first_row + row] : -1;
     }
   }
-  __device__ std::int32_t ask_row(int index) const {
-    std::int32_t const i = first_row_ + index;
-    return i < group_of_.rows ? p_.params.plan.rows[group_of_.first_row + i] : -1;
-  }
-  /// Takes what was asked for; those out of range become -1.
-  __device__ void take_rows_and_ids() {
+  /// Waits for what the launch depends on, once, and asks for the first run of x. All that this needs is
+  /// worked out before, which the compiler would put off.
+  __device__ void copy_first(Window const& window, bool& entered) {
+    int warp = this_warp();
+    std::int32_t from = window.from(p_.cut, 0, 0);
+    std::int32_t end = window.count(p_.cut, 0, 0);
+    asm volatile("" : "+r"(from), "+r"(end));
+    if (!entered) enter();
+    entered = true;
+    if constexpr (early) {
 #pragma unroll
-    for (int i = 0; i < Down * vectors; ++i) rows_[i] = rows_[i] < p_.params.rows ? rows_[i] : -1;
-    auto const thread = static_cast<int>(threadIdx.x);
-    if (thread < id_threads) {
-      batch_.rows[thread] = brought_ < p_.params.rows ? brought_ : -1;
-    } else if (thread < 2 * id_threads) {
-      batch_.ids[thread - id_threads] = brought_ < p_.params.table.vocab ? brought_ : -1;
+      for (int i = 0; i < Down * vectors; ++i) {
+        rows_[i] = rows_[i] < p_.params.rows ? max(rows_[i], 0) : 0;
+      }
+#pragma unroll 1
+      for (std::int32_t b = warp; b < end; b += head_warps) copy_block(x_ + b * block_packs, from + b);
     }
+  }
+  /// Finds the item's rows and ids for all, while x is on its way.
+  __device__ void find_rows_and_ids() {
+    find_item_rows(batch_, p_, group_of_, first_row_);
+    find_item_ids(batch_, p_, group_of_, first_override_);
     // Phases are of items of which the block folds something: nobody waits for any other.
     if (Cluster > 1 && threadIdx.x == 0 && folds(block_)) batch_.phase ^= 1U;
-  }
-
-  /// Walks this warp's blocks from `first_block` on, while the block copies x of the segments of tasks `task`
-  /// and on, at once where shared memory has room for it.
-  __device__ void multiply(Walk& walk, std::int32_t task, std::int32_t tasks, std::int32_t segment,
-                           std::int32_t first_block) {
-    std::int32_t const first = one_round ? 0 : task / across_;
-    std::int32_t const segments =
-        max(one_round ? own_.size() : (min(task + head_warps, tasks) - 1) / across_ - first + 1, 1);
-    std::int32_t const length = p_.cut.segment_blocks();
-    std::int32_t const whole = (length + Walk::ahead - 1) / Walk::ahead * Walk::ahead;
-    constexpr auto room =
-        static_cast<std::int32_t>(spread_x_bytes<Cluster> / sizeof(Pack<T>)) / (Down * tile_packs<T>);
-    // Segments follow each other, so whole ones are one piece.
-    bool const at_once = segments * whole <= room;
-    std::int32_t const window = at_once ? whole : room / segments / Walk::ahead * Walk::ahead;
-    std::int32_t const stride = at_once ? length : window;
-    if (task > 0 || !Wide) read_rows();
-#pragma unroll 1
-    for (std::int32_t w = 0;;) {
-      // Each warp copies and orders some of the blocks.
-      auto const each_block = [&](auto const& visit) {
-        int const warp = this_warp();
-#pragma unroll 1
-        for (std::int32_t s = 0; s == 0 || (!at_once && s < segments && first + s < own_.size()); ++s) {
-          std::int32_t const from = (own_.first + first + s) * length + w;
-          std::int32_t const count = at_once ? segments * length : min(window, length - w);
-          std::int32_t const end = min(count, p_.cut.blocks() - from);
-#pragma unroll 1
-          for (std::int32_t b = warp; b < end; b += head_warps) {
-            visit(x_ + (s * window + b) * Down * tile_packs<T>, from + b);
-          }
-        }
-      };
-      each_block([&](Pack<T>* to, std::int32_t block) {
-        if constexpr (Wide) {
-          copy_x_block<Wide, Down, Down * vectors>(
-              to, p_, [&](int i) { return rows_[i]; }, block);
-        } else {
-          copy_x_block<Wide, Down>(to, p_, batch_.rows, block);
-        }
-      });
-      commit_copies();
-      wait_copies<0>();
-      each_block([](Pack<T>* at, std::int32_t) { order_x_block<Down>(at); });
-      __syncthreads();
-      walk.to(first_block + w + window, x_ + (segment - first) * stride * Down * tile_packs<T>,
-              KeepSegment{});
-      w += window;
-      if (w >= length) break;
-      read_rows();
-    }
   }
   /// Reads the rows that this lane copies again, which are not kept while registers hold a walk. Behind it
   /// what was copied before is done with.
   __device__ void read_rows() {
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < Down * vectors; ++i) rows_[i] = batch_.rows[i * tile_batch_rows + group()];
+    for (int i = 0; i < Down * vectors; ++i) {
+      rows_[i] = max(batch_.rows[i * tile_batch_rows + group()], 0);
+    }
+  }
+  __device__ void copy_block(Pack<T>* to, std::int32_t block) {
+    if constexpr (early) {
+      copy_x_block<Wide, Down, Down * vectors>(
+          to, p_, [&](int i) { return rows_[i]; }, block);
+    } else {
+      copy_x_block<Wide, Down>(to, p_, batch_.rows, block);
+    }
+  }
+
+  /// Walks this warp's blocks from `first_block` on, while the block copies x of the round's segments, window
+  /// by window.
+  __device__ void multiply(Walk& walk, Window const& window, std::int32_t task, std::int32_t segment,
+                           std::int32_t first_block) {
+    bool copied = early && task == 0;
+    if (!copied) read_rows();
+#pragma unroll 1
+    for (std::int32_t w = 0;;) {
+      // Each warp copies and orders some of the blocks.
+      auto const each_block = [&](std::int32_t first_run, auto const& visit) {
+        int const warp = this_warp();
+#pragma unroll 1
+        for (std::int32_t run = first_run; run < window.runs(); ++run) {
+          std::int32_t const from = window.from(p_.cut, run, w);
+          std::int32_t const end = window.count(p_.cut, run, w);
+#pragma unroll 1
+          for (std::int32_t b = warp; b < end; b += head_warps) {
+            visit(x_ + (run * window.blocks + b) * block_packs, from + b);
+          }
+        }
+      };
+      each_block(copied ? 1 : 0, [&](Pack<T>* to, std::int32_t block) { copy_block(to, block); });
+      copied = false;
+      commit_copies();
+      wait_copies<0>();
+      each_block(0, [](Pack<T>* at, std::int32_t) { order_x_block<Down>(at); });
+      __syncthreads();
+      walk.to(first_block + w + window.blocks, x_ + window.place(p_.cut, own_, segment) * block_packs,
+              KeepSegment{});
+      w += window.blocks;
+      if (w >= p_.cut.segment_blocks()) break;
+      read_rows();
+    }
   }
 
   /// Brings a segment's sums of override tile `m` to the blocks that fold them.
@@ -278,8 +318,7 @@ class SpreadItem {
   int warp_;
   float4* sums_;
   Pack<T>* x_;
-  std::int32_t rows_[Down * vectors];  ///< of x, that this lane copies; -1 for none
-  std::int32_t brought_;               ///< this thread's row or id
+  std::int32_t rows_[Down * vectors];  ///< of x, that this lane copies
 };
 
 /// One spread item by a team of `Cluster` blocks. All threads of all its blocks call it. `shared` is memory

@@ -99,28 +99,28 @@ template <Element T>
 inline constexpr int tile_packs = tile_vectors<T>* warp_threads;
 
 /// Copies x of one block of k of `Tiles` row tiles to shared memory. `row_of(i)` is this lane's row of the
-/// tiles' `i`-th eight; where one is -1 zeroes stand. `AtOnce` of them are worked out together. One warp
-/// calls it, whole. Nothing branches where 16 bytes are copied at a time: all that happens between what the
-/// launch depends on and the first product is latency.
+/// tiles' `i`-th eight; row 0 stands for one that does not exist, since batch rows do not mix and nobody
+/// writes its sums. `AtOnce` of them are worked out together. One warp calls it, whole. Nothing branches
+/// where 16 bytes are copied at a time: all that happens between what the launch depends on and the first
+/// product is latency.
 template <bool Wide, int Tiles, int AtOnce, class RowOf, Element T, Element Y>
 __device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, RowOf const& row_of,
                                     std::int32_t block) {
   std::int64_t const k = k_of(block, quad(), 0);
   std::int64_t const left = p.params.table.hidden - k;
+  T const* const from = p.params.x + (left > 0 ? k : 0);
 #pragma unroll AtOnce
   for (int i = 0; i < Tiles * tile_vectors<T>; ++i) {
-    std::int32_t const row = row_of(i);
-    bool const exists = row >= 0 && left > 0;
-    copy_pack<Wide>(to + i * warp_threads + lane_index(),
-                    p.params.x + (exists ? row * p.params.x_row_stride + k : 0), exists ? left : 0);
+    copy_pack<Wide>(to + i * warp_threads + lane_index(), from + row_of(i) * p.params.x_row_stride,
+                    left > 0 ? left : 0);
   }
 }
-/// Likewise from rows in shared memory.
+/// Likewise from rows in shared memory, -1 for those that do not exist.
 template <bool Wide, int Tiles, Element T, Element Y>
 __device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, std::int32_t const* rows,
                                     std::int32_t block) {
   copy_x_block<Wide, Tiles, Wide ? 2 : 1>(
-      to, p, [&](int i) { return rows[i * tile_batch_rows + group()]; }, block);
+      to, p, [&](int i) { return max(rows[i * tile_batch_rows + group()], 0); }, block);
 }
 /// Makes operands of what this lane's `copy_x_block` brought, after it was waited for: in 16 bits the words
 /// of rows `group()` and `group() + 8` take turns.
