@@ -180,7 +180,7 @@ class SpreadItem {
   /// Waits for what the launch depends on, once, and asks for the first run of x. All that this needs is
   /// worked out before, which the compiler would put off.
   __device__ void copy_first(Window const& window, bool& entered) {
-    int warp = this_warp();
+    int const warp = this_warp();
     std::int32_t from = window.from(p_.cut, 0, 0);
     std::int32_t end = window.count(p_.cut, 0, 0);
     asm volatile("" : "+r"(from), "+r"(end));
