@@ -213,10 +213,10 @@ class SpreadItem {
   }
   __device__ void copy_block(Pack<T>* to, std::int32_t block) {
     if constexpr (early) {
-      copy_x_block<Wide, Down, Down * vectors>(
+      copy_x_block<Down, Down * vectors>(
           to, p_, [&](int i) { return rows_[i]; }, block);
     } else {
-      copy_x_block<Wide, Down>(to, p_, batch_.rows, block);
+      copy_present_rows<Wide, Down>(to, p_, batch_.rows, block);
     }
   }
 

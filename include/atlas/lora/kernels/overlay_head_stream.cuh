@@ -83,8 +83,9 @@ __device__ void stream_tile(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, He
     }
   };
   auto const copy_slice = [&](std::int32_t from, int buffer) {
-    each_block(from, buffer,
-               [&](Pack<T>* to, std::int32_t block) { copy_x_block<Wide, Tiles>(to, p, batch.rows, block); });
+    each_block(from, buffer, [&](Pack<T>* to, std::int32_t block) {
+      copy_present_rows<Wide, Tiles>(to, p, batch.rows, block);
+    });
     commit_copies();
   };
   copy_slice(0, 0);
@@ -140,8 +141,10 @@ __device__ void stream_rings(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, H
     }
   };
   auto const copy_slice = [&](std::int32_t from, int buffer) {
-    each_block(from, buffer,
-               [&](Pack<T>* to, std::int32_t block) { copy_x_block<true, Tiles>(to, p, batch.rows, block); });
+    each_block(from, buffer, [&](Pack<T>* to, std::int32_t block) {
+      copy_x_block<Tiles, 2>(
+          to, p, [&](int i) { return max(batch.rows[i * tile_batch_rows + group()], 0); }, block);
+    });
   };
   copy_slice(0, 0);
   commit_copies();
@@ -179,17 +182,6 @@ __device__ void stream_item(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, He
                             std::int32_t index, float4* shared, bool& entered) {
   std::int32_t const first_override = group_of.work.first_override(index);
   std::int32_t const first_row = group_of.work.first_row(index);
-  bool const few = group_of.work.item_rows <= few_stream_rows;
-  if constexpr (sizeof(T) == 2) {
-    auto const ring = [&]<bool Whole, int Tiles>() {
-      stream_rings<Whole, Tiles>(p, batch, group_of, first_override, first_row, shared, entered);
-    };
-    if (p.rings && group_of.wide != 0 && !few) {
-      if (!whole_steps(p.cut)) return ring.template operator()<false, 4>();
-      if (group_of.rows - first_row <= 2 * head_tile_rows<T>) return ring.template operator()<true, 2>();
-      return ring.template operator()<true, 4>();
-    }
-  }
   auto const stream = [&]<int Tiles>(std::int32_t from) {
     if (group_of.wide != 0) {
       stream_tile<true, Tiles>(p, batch, group_of, from, first_row, shared, entered);
@@ -197,12 +189,19 @@ __device__ void stream_item(HeadOperands<T, Y> const& p, HeadBatch<T>& batch, He
       stream_tile<false, Tiles>(p, batch, group_of, from, first_row, shared, entered);
     }
   };
-  std::int32_t const end = min(first_override + group_of.work.item_overrides, group_of.overrides);
+  if (group_of.work.item_rows <= few_stream_rows) return stream.template operator()<1>(first_override);
+  if constexpr (stream_tiles < T >> 1) {
+    auto const ring = [&]<bool Whole, int Tiles>() {
+      stream_rings<Whole, Tiles>(p, batch, group_of, first_override, first_row, shared, entered);
+    };
+    if (p.rings && group_of.wide != 0) {
+      if (!whole_steps(p.cut)) return ring.template operator()<false, 4>();
+      if (group_of.rows - first_row <= 2 * head_tile_rows<T>) return ring.template operator()<true, 2>();
+      return ring.template operator()<true, 4>();
+    }
+    std::int32_t const end = min(first_override + group_of.work.item_overrides, group_of.overrides);
 #pragma unroll 1
-  for (std::int32_t from = first_override; from < end; from += head_warps * head_tile_overrides) {
-    if (few || stream_tiles<T> == 1) {
-      stream.template operator()<1>(from);
-    } else {
+    for (std::int32_t from = first_override; from < end; from += head_warps * head_tile_overrides) {
       stream.template operator()<stream_tiles<T>>(from);
     }
   }

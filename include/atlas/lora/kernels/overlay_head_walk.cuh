@@ -100,10 +100,9 @@ inline constexpr int tile_packs = tile_vectors<T>* warp_threads;
 
 /// Copies x of one block of k of `Tiles` row tiles to shared memory. `row_of(i)` is this lane's row of the
 /// tiles' `i`-th eight; row 0 stands for one that does not exist, since batch rows do not mix and nobody
-/// writes its sums. `AtOnce` of them are worked out together. One warp calls it, whole. Nothing branches
-/// where 16 bytes are copied at a time: all that happens between what the launch depends on and the first
-/// product is latency.
-template <bool Wide, int Tiles, int AtOnce, class RowOf, Element T, Element Y>
+/// writes its sums. `AtOnce` of them are worked out together. One warp calls it, whole. Nothing branches:
+/// all that happens between what the launch depends on and the first product is latency.
+template <int Tiles, int AtOnce, class RowOf, Element T, Element Y>
 __device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, RowOf const& row_of,
                                     std::int32_t block) {
   std::int64_t const k = k_of(block, quad(), 0);
@@ -111,16 +110,25 @@ __device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, Ro
   T const* const from = p.params.x + (left > 0 ? k : 0);
 #pragma unroll AtOnce
   for (int i = 0; i < Tiles * tile_vectors<T>; ++i) {
-    copy_pack<Wide>(to + i * warp_threads + lane_index(), from + row_of(i) * p.params.x_row_stride,
+    copy_pack<true>(to + i * warp_threads + lane_index(), from + row_of(i) * p.params.x_row_stride,
                     left > 0 ? left : 0);
   }
 }
-/// Likewise from rows in shared memory, -1 for those that do not exist.
+/// Likewise from rows in shared memory, -1 for those that do not exist; in the place of such a row stands
+/// what stood there. For walks that are bound by memory, to which rows that do not exist must cost none.
 template <bool Wide, int Tiles, Element T, Element Y>
-__device__ inline void copy_x_block(Pack<T>* to, HeadOperands<T, Y> const& p, std::int32_t const* rows,
-                                    std::int32_t block) {
-  copy_x_block<Wide, Tiles, Wide ? 2 : 1>(
-      to, p, [&](int i) { return max(rows[i * tile_batch_rows + group()], 0); }, block);
+__device__ inline void copy_present_rows(Pack<T>* to, HeadOperands<T, Y> const& p, std::int32_t const* rows,
+                                         std::int32_t block) {
+  std::int64_t const k = k_of(block, quad(), 0);
+  std::int64_t const left = p.params.table.hidden - k;
+#pragma unroll(Wide ? Tiles* tile_vectors <T> : 1)
+  for (int i = 0; i < Tiles * tile_vectors<T>; ++i) {
+    std::int32_t const row = rows[i * tile_batch_rows + group()];
+    if (row < 0) continue;
+    copy_pack<Wide>(to + i * warp_threads + lane_index(),
+                    left > 0 ? p.params.x + row * p.params.x_row_stride + k : p.params.x,
+                    left > 0 ? left : 0);
+  }
 }
 /// Makes operands of what this lane's `copy_x_block` brought, after it was waited for: in 16 bits the words
 /// of rows `group()` and `group() + 8` take turns.
@@ -163,15 +171,9 @@ class HeadWalk {
   static constexpr int ahead = blocks_ahead<Wide, T>;
   /// Float4 values of its sums: `[row tile][vector]`.
   static constexpr int sums = Tiles * tile_vectors<T>;
-  /// Whether a step may be multiplied by whole chunks. Float has no registers for several chains,
-  /// nor have more than two row tiles.
-  static constexpr bool static_chunks = sizeof(T) == 2 && ahead % (4 * min_chunk_blocks) == 0 && Tiles <= 2;
-  /// Chunks whose chains are under way at once in a walk over one segment; a walk over several has other
-  /// warps beside it that hide what a chain waits for, and asks for weights after every chunk.
-  template <class Fold>
-  static constexpr int together = !std::is_same_v<Fold, KeepSegment> ? 1
-                                  : Tiles == 1                       ? 4
-                                                                     : 2;
+  /// Whether a step of a walk over one segment may be multiplied by whole chunks. Float has no registers for
+  /// several chains.
+  static constexpr bool static_chunks = sizeof(T) == 2 && ahead % (4 * min_chunk_blocks) == 0;
 
   /// Asks for the first weights of `blocks`, which begin a segment; of no more when they are none. Override
   /// rows from `first_override` on; those that do not exist are zero.
@@ -202,16 +204,13 @@ class HeadWalk {
   __device__ void to(std::int32_t last, Pack<T> const* x, Fold const& fold) {
 #pragma unroll 1
     while (next_ < last && next_ < last_) {
-      if constexpr (static_chunks) {
-        if (whole_chunks<Fold>()) {
-          multiply_chunks<Fold>(x);
+      // A walk over several segments is bound by memory: there every block that was multiplied has the next
+      // asked for at once, which keeps most under way.
+      if constexpr (static_chunks && std::is_same_v<Fold, KeepSegment>) {
+        if (cut_.chunk_blocks() == min_chunk_blocks && last_ - next_ >= ahead) {
+          multiply_chunks(x);
           step(x);
-          if constexpr (std::is_same_v<Fold, KeepSegment>) {
-            chunk_end_ = min(next_ + min_chunk_blocks, last_);
-          } else {
-            if (next_ == segment_end_) end_segment(fold);
-            chunk_end_ = min(next_ + min_chunk_blocks, segment_end_);
-          }
+          chunk_end_ = min(next_ + min_chunk_blocks, last_);
           continue;
         }
       }
@@ -260,35 +259,25 @@ class HeadWalk {
       chunk[t].add(weights_[i][0], weights_[i][1], pack);
     }
   }
-  /// Whether the next step is of one segment and chunks of the fewest blocks throughout.
-  template <class Fold>
-  __device__ bool whole_chunks() const {
-    bool const one_segment = std::is_same_v<Fold, KeepSegment> || cut_.segment_blocks() % ahead == 0;
-    return cut_.chunk_blocks() == min_chunk_blocks && one_segment && last_ - next_ >= ahead;
-  }
-  /// Multiplies such a step and asks for the weights of the one after. The chunks' ends are known to the
-  /// compiler here, so a chain starts from zero without registers being cleared, and those of several chunks
-  /// are under way at once: one alone waits for every product before the next.
-  template <class Fold>
+  /// Multiplies a step of one segment that is chunks of the fewest blocks throughout, and asks for the
+  /// weights of the one after. The chunks' ends are known to the compiler then, so the chains of several
+  /// chunks are under way at once: one alone waits for every product before the next.
   __device__ void multiply_chunks(Pack<T> const* x) {
-    constexpr int blocks = together<Fold> * min_chunk_blocks;
+    constexpr int together = Tiles == 1 ? 4 : 2;
+    constexpr int blocks = together * min_chunk_blocks;
     static_assert(ahead % blocks == 0);
 #pragma unroll
     for (int first = 0; first < ahead; first += blocks) {
-      TileSum<T> chunk[together<Fold>][Tiles];
+      TileSum<T> chunk[together][Tiles];
 #pragma unroll
       for (int i = 0; i < blocks; ++i) {
         multiply(chunk[i / min_chunk_blocks], first + i, x + (first + i) * Tiles * tile_packs<T>);
       }
 #pragma unroll
-      for (int c = 0; c < together<Fold>; ++c) fold_chunks(segment_, chunk[c]);
-      if constexpr (!std::is_same_v<Fold, KeepSegment>) {
-#pragma unroll
-        for (int i = 0; i < blocks; ++i) ask(first + i);
-      }
+      for (int c = 0; c < together; ++c) fold_chunks(segment_, chunk[c]);
     }
     // One segment is seldom more than a step.
-    if (std::is_same_v<Fold, KeepSegment> && last_ - next_ > ahead) {
+    if (last_ - next_ > ahead) {
 #pragma unroll
       for (int i = 0; i < ahead; ++i) ask(i);
     }
