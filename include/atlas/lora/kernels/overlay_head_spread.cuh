@@ -116,6 +116,7 @@ class SpreadItem {
     }
     std::int32_t const tasks = own_.size() * across_;
     int const warp = this_warp();
+    auto brought = Brought::nothing;
 #pragma unroll 1
     for (std::int32_t task = 0; task == 0 || (!one_round<Cluster> && task < tasks); task += head_warps) {
       bool const works = task + warp < tasks;
@@ -129,10 +130,11 @@ class SpreadItem {
       if (task == 0) {
         if (!first) __syncthreads();  // rows and ids of the item before have been folded
         if constexpr (early) ask_rows();
-        copy_first(window, entered);
-        find_rows_and_ids();
+        ask_ids();
+        brought = bring_first(window, entered);
       }
-      multiply(walk, window, task, segment, blocks.first);
+      multiply(walk, window, brought, segment, blocks.first);
+      brought = Brought::nothing;
       if (Cluster > 1 && task == 0) cluster_wait();
       if (exists) send(walk, m, own_.first + segment);
     }
@@ -144,11 +146,19 @@ class SpreadItem {
   static constexpr int vectors = tile_vectors<T>;
   /// Whether lanes know the rows that they copy before all warps have met; float's sums leave no registers.
   static constexpr bool early = Wide && sizeof(T) == 2;
+  /// Blocks of k whose x a warp brings through registers at once.
+  static constexpr int held_blocks = 2;
+  /// Ids that come from memory together, whatever their alignment to lines.
+  static constexpr std::int32_t ids_of_sector = 32 / sizeof(std::int32_t);
   /// Packs of x of a block of k.
   static constexpr int block_packs = Down * tile_packs<T>;
   using Window = XWindow<Cluster, Walk::ahead,
                          static_cast<std::int32_t>(spread_x_bytes<Cluster> / sizeof(Pack<T>)) / block_packs>;
   static_assert(head_folded_tiles<Cluster, T> * vectors <= head_warps);
+  static_assert(Cluster == 1 || held_blocks * head_warps * block_packs <=
+                                    static_cast<int>(spread_x_bytes<Cluster> / sizeof(Pack<T>)));
+  /// What has come, or was asked for, of a round's first window of x before the round multiplies.
+  enum class Brought { nothing, first_run, all };
 
   /// This warp: in a cluster, whose weights leave no register for it, asked for wherever it is needed; over
   /// the rounds of a block alone, kept.
@@ -177,22 +187,57 @@ class SpreadItem {
       rows_[i] = row < group_of_.rows ? p_.params.plan.rows[group_of_.first_row + row] : -1;
     }
   }
-  /// Waits for what the launch depends on, once, and asks for the first run of x. All that this needs is
-  /// worked out before, which the compiler would put off.
-  __device__ void copy_first(Window const& window, bool& entered) {
+  /// Brings the item's ids as far as the L2: found only when x is on its way, they come no later than it
+  /// does.
+  __device__ void ask_ids() {
+    std::int32_t const i = static_cast<std::int32_t>(threadIdx.x) * ids_of_sector;
+    std::int32_t const j = first_override_ + i;
+    if (i < group_of_.work.item_overrides && j < group_of_.overrides) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(group_of_.ids + j));
+    }
+  }
+  /// Waits for what the launch depends on, once, asks for the first run of x and finds rows and ids while it
+  /// is on its way. All that asking needs is worked out before, which the compiler would put off.
+  __device__ Brought bring_first(Window const& window, bool& entered) {
     int const warp = this_warp();
     std::int32_t from = window.from(p_.cut, 0, 0);
     std::int32_t end = window.count(p_.cut, 0, 0);
     asm volatile("" : "+r"(from), "+r"(end));
     if (!entered) enter();
     entered = true;
+    auto brought = Brought::nothing;
     if constexpr (early) {
 #pragma unroll
       for (int i = 0; i < Down * vectors; ++i) {
         rows_[i] = rows_[i] < p_.params.rows ? max(rows_[i], 0) : 0;
       }
+      if constexpr (Cluster > 1) {
+        if (window.whole && end <= held_blocks * head_warps) {
+          hold_all(from, end);
+          return Brought::all;
+        }
+      }
 #pragma unroll 1
       for (std::int32_t b = warp; b < end; b += head_warps) copy_block(x_ + b * block_packs, from + b);
+      brought = Brought::first_run;
+    }
+    find_rows_and_ids();
+    return brought;
+  }
+  /// Brings x of the blocks from `from` on, `end` of them, through registers: so few that all are under way
+  /// together.
+  __device__ void hold_all(std::int32_t from, std::int32_t end) {
+    HeldX<Down, T> held[held_blocks];
+#pragma unroll
+    for (int h = 0; h < held_blocks; ++h) {
+      std::int32_t const b = this_warp() + h * head_warps;
+      held[h].ask(
+          p_, [&](int i) { return rows_[i]; }, from + b, b < end);
+    }
+    find_rows_and_ids();
+#pragma unroll
+    for (int h = 0; h < held_blocks; ++h) {
+      held[h].store(x_ + (this_warp() + h * head_warps) * block_packs);
     }
   }
   /// Finds the item's rows and ids for all, while x is on its way.
@@ -222,10 +267,9 @@ class SpreadItem {
 
   /// Walks this warp's blocks from `first_block` on, while the block copies x of the round's segments, window
   /// by window.
-  __device__ void multiply(Walk& walk, Window const& window, std::int32_t task, std::int32_t segment,
+  __device__ void multiply(Walk& walk, Window const& window, Brought brought, std::int32_t segment,
                            std::int32_t first_block) {
-    bool copied = early && task == 0;
-    if (!copied) read_rows();
+    if (brought == Brought::nothing) read_rows();
 #pragma unroll 1
     for (std::int32_t w = 0;;) {
       // Each warp copies and orders some of the blocks.
@@ -241,11 +285,14 @@ class SpreadItem {
           }
         }
       };
-      each_block(copied ? 1 : 0, [&](Pack<T>* to, std::int32_t block) { copy_block(to, block); });
-      copied = false;
-      commit_copies();
-      wait_copies<0>();
-      each_block(0, [](Pack<T>* at, std::int32_t) { order_x_block<Down>(at); });
+      if (brought != Brought::all) {
+        each_block(brought == Brought::first_run ? 1 : 0,
+                   [&](Pack<T>* to, std::int32_t block) { copy_block(to, block); });
+        commit_copies();
+        wait_copies<0>();
+        each_block(0, [](Pack<T>* at, std::int32_t) { order_x_block<Down>(at); });
+      }
+      brought = Brought::nothing;
       __syncthreads();
       walk.to(first_block + w + window.blocks, x_ + window.place(p_.cut, own_, segment) * block_packs,
               KeepSegment{});

@@ -39,6 +39,16 @@ __device__ inline void read_once(std::uint32_t (&word)[4], void const* p, bool v
       : "=&r"(word[0]), "=&r"(word[1]), "=&r"(word[2]), "=&r"(word[3])
       : "l"(p), "r"(static_cast<int>(valid)));
 }
+/// Likewise bytes that a kernel before this one may have written while this one began. They stay where they
+/// are written behind the wait for it.
+__device__ inline void read_late(std::uint32_t (&word)[4], void const* p, bool valid) {
+  asm volatile(
+      "{\n.reg .pred valid;\nsetp.ne.s32 valid, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n@valid ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(word[0]), "=&r"(word[1]), "=&r"(word[2]), "=&r"(word[3])
+      : "l"(p), "r"(static_cast<int>(valid))
+      : "memory");
+}
 /// The first `valid` of eight weights at `p`, the others zero. `Wide` promises 16-byte alignment and that all
 /// are valid or none.
 template <bool Wide, Element T>
@@ -130,21 +140,54 @@ __device__ inline void copy_present_rows(Pack<T>* to, HeadOperands<T, Y> const& 
                     left > 0 ? left : 0);
   }
 }
-/// Makes operands of what this lane's `copy_x_block` brought, after it was waited for: in 16 bits the words
-/// of rows `group()` and `group() + 8` take turns.
+/// Stores the operands that rows `group()` and `group() + 8` of a tile make in 16 bits, whose words take
+/// turns.
+template <Element T>
+__device__ inline void store_operands(Pack<T>* x, Pack<T> const& low, Pack<T> const& high) {
+  auto* const to = reinterpret_cast<uint4*>(x);
+  to[0] = make_uint4(low.word[0], high.word[0], low.word[1], high.word[1]);
+  to[warp_threads] = make_uint4(low.word[2], high.word[2], low.word[3], high.word[3]);
+}
+/// Makes operands of what this lane's `copy_x_block` brought, after it was waited for.
 template <int Tiles, Element T>
 __device__ inline void order_x_block(Pack<T>* x) {
   if constexpr (sizeof(T) == 2) {
     x += lane_index();
 #pragma unroll
     for (int t = 0; t < Tiles; ++t, x += tile_packs<T>) {
-      Pack<T> const low = read_pack(x), high = read_pack(x + warp_threads);
-      auto* const to = reinterpret_cast<uint4*>(x);
-      to[0] = make_uint4(low.word[0], high.word[0], low.word[1], high.word[1]);
-      to[warp_threads] = make_uint4(low.word[2], high.word[2], low.word[3], high.word[3]);
+      store_operands(x, read_pack(x), read_pack(x + warp_threads));
     }
   }
 }
+
+/// x of one block of k of `Tiles` row tiles on its way through registers, in 16 bits: it is written to shared
+/// memory once, as operands, where a copy would be written, read and written again.
+template <int Tiles, Element T>
+class HeldX {
+ public:
+  /// Asks for it, as `copy_x_block` does; zeroes where `exists` is false.
+  template <class RowOf, Element Y>
+  __device__ void ask(HeadOperands<T, Y> const& p, RowOf const& row_of, std::int32_t block, bool exists) {
+    std::int64_t const k = k_of(block, quad(), 0);
+    bool const valid = exists && k < p.params.table.hidden;
+    T const* const from = p.params.x + (valid ? k : 0);
+#pragma unroll
+    for (int i = 0; i < Tiles * tile_vectors<T>; ++i) {
+      read_late(pack_[i].word, from + row_of(i) * p.params.x_row_stride, valid);
+    }
+  }
+  /// Stores its operands.
+  __device__ void store(Pack<T>* x) const {
+    x += lane_index();
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t, x += tile_packs<T>) {
+      store_operands(x, pack_[2 * t], pack_[2 * t + 1]);
+    }
+  }
+
+ private:
+  Pack<T> pack_[Tiles * tile_vectors<T>];
+};
 
 /// Folds the values of the chains `chunk` into the segment's sums, `[chain][vector]`.
 template <int Chains, Element T>
