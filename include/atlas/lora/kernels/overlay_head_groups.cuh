@@ -42,8 +42,9 @@ inline constexpr HeadForm head_form{head_tile_rows<T>, most_across_tiles<Cluster
 template <Element T, Element Y>
 struct HeadOperands {
   OverlayHeadParams<T, Y> params;
-  bool wide = false;             ///< x and the width of a row allow 16-byte loads
-  Contraction cut;               ///< of the width of a row; here, where it takes no registers
+  bool wide = false;                       ///< x and the width of a row allow 16-byte loads
+  Contraction cut;                         ///< of the width of a row; here, where it takes no registers
+  std::int32_t segments = cut.segments();  ///< kept, since finding them takes a division
   std::int32_t slice_packs = 0;  ///< packs of a slice of x that streams, a multiple of `stream_slice_unit`
   bool rings = false;            ///< shared memory has room for rings of weights
 };

@@ -95,7 +95,7 @@ class SpreadItem {
       : p_(p),
         batch_(batch),
         group_of_(group_of),
-        own_(share_of(p.cut.segments(), Cluster, block)),
+        own_(share_of(p.segments, Cluster, block)),
         first_override_(group_of.work.first_override(index)),
         first_row_(group_of.work.first_row(index)),
         across_(group_of.work.item_overrides / head_tile_overrides),
@@ -135,7 +135,6 @@ class SpreadItem {
       }
       multiply(walk, window, brought, segment, blocks.first);
       brought = Brought::nothing;
-      if (Cluster > 1 && task == 0) cluster_wait();
       if (exists) send(walk, m, own_.first + segment);
     }
     fold(this_warp() / vectors * Cluster + block_);
@@ -221,31 +220,26 @@ class SpreadItem {
       for (std::int32_t b = warp; b < end; b += head_warps) copy_block(x_ + b * block_packs, from + b);
       brought = Brought::first_run;
     }
-    find_rows_and_ids();
+    meet();
     return brought;
   }
-  /// Brings x of the blocks from `from` on, `end` of them, through registers: so few that all are under way
+  /// Brings x of `count` blocks from block `from` on through registers: so few that all are under way
   /// together.
-  __device__ void hold_all(std::int32_t from, std::int32_t end) {
-    HeldX<Down, T> held[held_blocks];
-#pragma unroll
-    for (int h = 0; h < held_blocks; ++h) {
-      std::int32_t const b = this_warp() + h * head_warps;
-      held[h].ask(
-          p_, [&](int i) { return rows_[i]; }, from + b, b < end);
-    }
-    find_rows_and_ids();
-#pragma unroll
-    for (int h = 0; h < held_blocks; ++h) {
-      held[h].store(x_ + (this_warp() + h * head_warps) * block_packs);
-    }
+  __device__ void hold_all(std::int32_t from, std::int32_t count) {
+    int const warp = this_warp();
+    HeldX<held_blocks, Down, T> held;
+    held.ask(
+        p_, [&](int i) { return rows_[i]; }, from + warp, from + count);
+    meet();
+    held.store(x_ + warp * block_packs);
   }
-  /// Finds the item's rows and ids for all, while x is on its way.
-  __device__ void find_rows_and_ids() {
+  /// Finds the item's rows and ids for all, and meets the team, while x is on its way.
+  __device__ void meet() {
     find_item_rows(batch_, p_, group_of_, first_row_);
     find_item_ids(batch_, p_, group_of_, first_override_);
     // Phases are of items of which the block folds something: nobody waits for any other.
     if (Cluster > 1 && threadIdx.x == 0 && folds(block_)) batch_.phase ^= 1U;
+    if constexpr (Cluster > 1) cluster_wait();
   }
   /// Reads the rows that this lane copies again, which are not kept while registers hold a walk. Behind it
   /// what was copied before is done with.
@@ -326,7 +320,7 @@ class SpreadItem {
 
   /// Folds this warp's vector of its tile, if there is one, into the logits.
   __device__ void fold(int tile) {
-    int const segments = p_.cut.segments();
+    int const segments = p_.segments;
     if constexpr (Cluster == 1) {
       __syncthreads();
     } else {

@@ -160,33 +160,44 @@ __device__ inline void order_x_block(Pack<T>* x) {
   }
 }
 
-/// x of one block of k of `Tiles` row tiles on its way through registers, in 16 bits: it is written to shared
-/// memory once, as operands, where a copy would be written, read and written again.
-template <int Tiles, Element T>
+/// x of `Blocks` blocks of k of `Tiles` row tiles on its way through registers, in 16 bits: it is written to
+/// shared memory once, as operands, where a copy would be written, read and written again. The blocks are one
+/// of each `head_warps`, so that a block's warps take turns.
+template <int Blocks, int Tiles, Element T>
 class HeldX {
  public:
-  /// Asks for it, as `copy_x_block` does; zeroes where `exists` is false.
+  /// Asks for it, from block `block` on; zeroes from `end` on. `row_of` is `copy_x_block`'s.
   template <class RowOf, Element Y>
-  __device__ void ask(HeadOperands<T, Y> const& p, RowOf const& row_of, std::int32_t block, bool exists) {
+  __device__ void ask(HeadOperands<T, Y> const& p, RowOf const& row_of, std::int32_t block,
+                      std::int32_t end) {
     std::int64_t const k = k_of(block, quad(), 0);
-    bool const valid = exists && k < p.params.table.hidden;
-    T const* const from = p.params.x + (valid ? k : 0);
+    T const* const from = p.params.x + k;
 #pragma unroll
     for (int i = 0; i < Tiles * tile_vectors<T>; ++i) {
-      read_late(pack_[i].word, from + row_of(i) * p.params.x_row_stride, valid);
+      T const* const row = from + row_of(i) * p.params.x_row_stride;
+#pragma unroll
+      for (int b = 0; b < Blocks; ++b) {
+        bool const exists = block + b * head_warps < end && k + b * stride < p.params.table.hidden;
+        read_late(pack_[b][i].word, row + b * stride, exists);
+      }
     }
   }
-  /// Stores its operands.
+  /// Stores the operands of the first block at `x` and those of the others `head_warps` blocks behind it.
   __device__ void store(Pack<T>* x) const {
-    x += lane_index();
 #pragma unroll
-    for (int t = 0; t < Tiles; ++t, x += tile_packs<T>) {
-      store_operands(x, pack_[2 * t], pack_[2 * t + 1]);
+    for (int t = 0; t < Tiles; ++t) {
+#pragma unroll
+      for (int b = 0; b < Blocks; ++b) {
+        store_operands(x + (b * head_warps * Tiles + t) * tile_packs<T> + lane_index(), pack_[b][2 * t],
+                       pack_[b][2 * t + 1]);
+      }
     }
   }
 
  private:
-  Pack<T> pack_[Tiles * tile_vectors<T>];
+  /// Elements from one of the blocks to the next.
+  static constexpr std::int32_t stride = head_warps * block_elements;
+  Pack<T> pack_[Blocks][Tiles * tile_vectors<T>];
 };
 
 /// Folds the values of the chains `chunk` into the segment's sums, `[chain][vector]`.
