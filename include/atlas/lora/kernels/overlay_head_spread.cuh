@@ -212,7 +212,7 @@ class SpreadItem {
       }
       if constexpr (Cluster > 1) {
         if (window.whole && end <= held_blocks * head_warps) {
-          hold_all(from, end);
+          hold_all(from + warp, from + end);
           return Brought::all;
         }
       }
@@ -223,15 +223,14 @@ class SpreadItem {
     meet();
     return brought;
   }
-  /// Brings x of `count` blocks from block `from` on through registers: so few that all are under way
-  /// together.
-  __device__ void hold_all(std::int32_t from, std::int32_t count) {
-    int const warp = this_warp();
+  /// Brings through registers x of the blocks up to `end`, from this warp's first on: so few that all are
+  /// under way together.
+  __device__ void hold_all(std::int32_t from, std::int32_t end) {
     HeldX<held_blocks, Down, T> held;
     held.ask(
-        p_, [&](int i) { return rows_[i]; }, from + warp, from + count);
+        p_, [&](int i) { return rows_[i]; }, from, end);
     meet();
-    held.store(x_ + warp * block_packs);
+    held.store(x_ + this_warp() * block_packs);
   }
   /// Finds the item's rows and ids for all, and meets the team, while x is on its way.
   __device__ void meet() {
