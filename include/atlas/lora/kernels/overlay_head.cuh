@@ -140,7 +140,9 @@ cudaError_t launch_streaming(HeadOperands<T, Y> p, Machine const& machine, cudaS
   std::size_t const free = (machine.shared_bytes_per_block - head_stream_bytes<T>) / 2;
   std::size_t const slice = std::min(free, most_slice_bytes) / unit * unit;
   p.slice_packs = static_cast<std::int32_t>(slice / sizeof(Pack<T>));
-  p.rings = sizeof(T) == 2 && head_ring_bytes<T> <= machine.shared_bytes_per_block;
+  // Few rows take weights straight to registers: loads under way need the L1 that rings would take.
+  p.rings = sizeof(T) == 2 && p.params.rows > few_stream_rows &&
+            head_ring_bytes<T> <= machine.shared_bytes_per_block;
   std::size_t const shared = std::max({head_stream_bytes<T> + 2 * slice, head_spread_bytes<1, T>,
                                        p.rings ? head_ring_bytes<T> : std::size_t{0}});
   if (shared > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
