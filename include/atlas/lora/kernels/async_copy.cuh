@@ -18,6 +18,13 @@ __device__ inline void copy_16_async(void* to_shared, void const* from, bool val
   int const bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+/// Likewise one of the parts of whole lines of memory that lie in a row, each read once.
+__device__ inline void copy_line_part(void* to_shared, void const* from, bool valid) {
+  auto const to = static_cast<std::uint32_t>(__cvta_generic_to_shared(to_shared));
+  int const bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
 /// Ends a group of this thread's copies.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `Newest` of this thread's newest groups are under way.

@@ -35,7 +35,7 @@ inline constexpr int head_threads = head_warps * warp_threads;
 /// Blocks of a team where there are clusters.
 inline constexpr int head_cluster = 8;
 /// Blocks of a multiprocessor that registers allow. A warp that streams holds the sums of 32 override rows
-/// by 64 batch rows.
+/// by 64 batch rows, twice.
 template <bool Streams>
 inline constexpr int head_blocks = Streams ? 1 : 2;
 
@@ -89,7 +89,11 @@ template <int Cluster, Element T>
 inline constexpr std::size_t head_spread_bytes = head_batch_bytes<T> + spread_bytes<Cluster, T>;
 /// Likewise where blocks stream, without the slices of x.
 template <Element T>
-inline constexpr std::size_t head_stream_bytes = head_batch_bytes<T> + stream_sums_bytes<T>;
+inline constexpr std::size_t head_stream_bytes = head_batch_bytes<T> + stream_sums_bytes<1, T>;
+/// Likewise with rings of weights and the slices of x beside them.
+template <Element T>
+inline constexpr std::size_t head_ring_bytes =
+    head_batch_bytes<T> + stream_sums_bytes<ring_up, T> + ring_bytes + 2 * ring_slice_bytes;
 
 /// Checks the parameters; false for what no kernel may be given.
 template <Element T, Element Y>
@@ -105,7 +109,7 @@ template <Element T, Element Y>
 HeadOperands<T, Y> head_operands(OverlayHeadParams<T, Y> const& params) noexcept {
   bool const aligned = reinterpret_cast<std::uintptr_t>(params.x) % 16 == 0 &&
                        params.x_row_stride * static_cast<std::int64_t>(sizeof(T)) % 16 == 0;
-  return {params, aligned && params.table.hidden % pack_elements == 0, Contraction(params.table.hidden), 0};
+  return {params, aligned && params.table.hidden % pack_elements == 0, Contraction(params.table.hidden)};
 }
 
 template <int Cluster, Element T, Element Y>
@@ -116,8 +120,10 @@ cudaError_t launch_spreading(HeadOperands<T, Y> const& p, Machine const& machine
   if (shared > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
   // No more than the largest slot in every row could use; and room beside them for the next launch's blocks,
   // where those may come early.
-  std::int64_t const items = divide_up(params.table.max_head_count, head_tile_overrides) *
-                             max_row_tiles(params.rows, params.plan.max_groups);
+  std::int32_t const groups = std::max(1, std::min(params.rows, params.plan.max_groups));
+  std::int32_t const row_tiles = groups + (params.rows - groups) / head_tile_rows<T>;
+  std::int64_t const items =
+      std::int64_t{divide_up(params.table.max_head_count, head_tile_overrides)} * row_tiles;
   std::int64_t const most = machine.resident_teams(Cluster, has_clusters(machine.compute) ? 1 : 2);
   std::int64_t const teams = std::max<std::int64_t>(1, std::min(items, most));
   return launch(overlay_head_kernel<Cluster, false, T, Y>,
@@ -134,7 +140,11 @@ cudaError_t launch_streaming(HeadOperands<T, Y> p, Machine const& machine, cudaS
   std::size_t const free = (machine.shared_bytes_per_block - head_stream_bytes<T>) / 2;
   std::size_t const slice = std::min(free, most_slice_bytes) / unit * unit;
   p.slice_packs = static_cast<std::int32_t>(slice / sizeof(Pack<T>));
-  std::size_t const shared = std::max(head_stream_bytes<T> + 2 * slice, head_spread_bytes<1, T>);
+  // Few rows take weights straight to registers: loads under way need the L1 that rings would take.
+  p.rings = sizeof(T) == 2 && p.params.rows > few_stream_rows &&
+            head_ring_bytes<T> <= machine.shared_bytes_per_block;
+  std::size_t const shared = std::max({head_stream_bytes<T> + 2 * slice, head_spread_bytes<1, T>,
+                                       p.rings ? head_ring_bytes<T> : std::size_t{0}});
   if (shared > machine.shared_bytes_per_block) return cudaErrorInvalidValue;
   return launch(overlay_head_kernel<1, true, T, Y>,
                 LaunchShape{machine.multiprocessors, head_threads, 1, shared}, machine, stream, p);

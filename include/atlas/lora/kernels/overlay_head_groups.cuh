@@ -42,9 +42,11 @@ inline constexpr HeadForm head_form{head_tile_rows<T>, most_across_tiles<Cluster
 template <Element T, Element Y>
 struct HeadOperands {
   OverlayHeadParams<T, Y> params;
-  bool wide = false;             ///< x and the width of a row allow 16-byte loads
-  Contraction cut;               ///< of the width of a row; here, where it takes no registers
+  bool wide = false;                       ///< x and the width of a row allow 16-byte loads
+  Contraction cut;                         ///< of the width of a row; here, where it takes no registers
+  std::int32_t segments = cut.segments();  ///< kept, since finding them takes a division
   std::int32_t slice_packs = 0;  ///< packs of a slice of x that streams, a multiple of `stream_slice_unit`
+  bool rings = false;            ///< shared memory has room for rings of weights
 };
 
 /// One group of the plan and its slot's own rows of the head.
@@ -71,7 +73,7 @@ struct HeadBatch {
   std::int32_t last;           ///< whether no group follows
   std::int32_t ids[64];        ///< of the block's spread item, -1 for none
   std::int32_t rows[64];       ///< of the block's item, -1 for none
-  std::uint32_t phase;         ///< of `full` that the block's spread item completes
+  std::uint32_t phase;         ///< of `full` that the block's last item completed or completes
   Barrier full;                ///< the segment sums of an item that the block folds are there
 
   /// The group of spread item `item`, below `spread_end[31]`. The whole warp calls it.
@@ -184,14 +186,7 @@ template <Element T>
 __device__ inline int tile_override(int vector, int i) {
   return sizeof(T) == 2 ? vector * 8 + 2 * quad() + i : i * tile_batch_rows + group();
 }
-/// The logits of vector `vector` of the tile of override rows from `first` on.
-template <Element T, Element Y>
-__device__ inline void find_ids(HeadTarget& target, HeadOperands<T, Y> const& p, HeadGroup<T> const& group_of,
-                                std::int32_t first, int vector) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) target.id[i] = head_id(p, group_of, first + tile_override<T>(vector, i));
-}
-/// Likewise of tile `tile`, from those of an item.
+/// The logits of vector `vector` of tile `tile`, from those of an item.
 template <Element T>
 __device__ inline void take_ids(HeadTarget& target, std::int32_t const* ids, int tile, int vector) {
 #pragma unroll
