@@ -59,6 +59,23 @@ def check_readme():
             faults.append(f"README.md does not list examples/{name}")
 
 
+# A compiler looks for `<format>` beside the program's own source too.
+STANDARD_HEADERS = set("""algorithm any array atomic barrier bit bitset charconv chrono codecvt compare complex concepts
+    condition_variable coroutine deque exception execution expected filesystem flat_map flat_set format forward_list
+    fstream functional future generator initializer_list iomanip ios iosfwd iostream istream iterator latch limits list
+    locale map mdspan memory memory_resource mutex new numbers numeric optional ostream print queue random ranges ratio
+    regex scoped_allocator semaphore set shared_mutex source_location span spanstream sstream stack stacktrace stdexcept
+    stdfloat stop_token streambuf string string_view strstream syncstream system_error thread tuple type_traits typeindex
+    typeinfo unordered_map unordered_set utility valarray variant vector version""".split())
+
+
+def check_names():
+    for folder in ("include", "tests", "examples", "tools"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.name in STANDARD_HEADERS:
+                faults.append(f"{path.relative_to(ROOT)} has the name of a standard header")
+
+
 def without_template(head):
     """A declaration behind its `template <...>`."""
     while head.startswith("template"):
@@ -121,6 +138,7 @@ check_listed("tests/compile_fail", "tests/compile_fail/meson.build", "*.cpp", "*
 check_listed("examples", "examples/meson.build", "*.cpp", "*.cu", only=top_level)
 check_listed("tools", "tools/meson.build", "*.cpp", "*.cu")
 check_first_lines()
+check_names()
 check_version()
 check_readme()
 check_comments()
