@@ -3,7 +3,6 @@
 // Narrowing an adapter's tensors to the element type of a pool, with every loss counted.
 #pragma once
 
-#include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -87,7 +86,7 @@ template <Element T>
     ++counts.infinity;
   } else if (rounded == infinite_bits) {
     ++counts.overflow;
-    return from_f32<T>(std::copysign(largest_finite<T>, value));
+    return from_f32<T>((f32 >> 31) != 0 ? -largest_finite<T> : largest_finite<T>);
   } else if (magnitude != 0 && rounded == 0) {
     ++counts.underflow;
   }

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -14,6 +13,7 @@
 #include <tuple>
 
 #include "atlas/lora/adapter/adapter.hpp"
+#include "atlas/lora/adapter/convert.hpp"
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
@@ -72,7 +72,9 @@ void check_pair(Pair const& pair, Module const& module, std::string const& place
                 bool biases, PackFaults& faults) {
   if (pair.rank < 0) faults.add(Errc::invalid_argument, place + "rank is " + std::to_string(pair.rank));
   check_room(place, pair.rank, max_rank, faults);
-  if (!std::isfinite(pair.scale)) faults.add(Errc::out_of_range, place + "scale is not finite");
+  if (magnitude_bits(detail::bit_cast<std::uint32_t>(pair.scale)) >= infinite_bits) {
+    faults.add(Errc::out_of_range, place + "scale is not finite");
+  }
   if (pair.rank < 1 || pair.rank > max_rank) return;
   check_tensor(pair.a, {pair.rank, module.k_in}, faults);
   check_tensor(pair.b, {module.n_out, pair.rank}, faults);

@@ -5,7 +5,6 @@
 // product of 16 elements is not specified; here such a product is summed in f64 and rounded once.
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -27,6 +26,9 @@ inline float rounded(float value) noexcept {
   return value;
 }
 
+/// `a * b + c`, rounded once. The builtin, because <cmath> brings its special functions into every unit.
+inline float fused(float a, float b, float c) noexcept { return __builtin_fmaf(a, b, c); }
+
 /// One chain over `blocks` of `w[k] * x[k]`, k below `k_end`, from zero.
 template <Element T>
 float chain(T const* w, T const* x, BlockRange blocks, std::int64_t k_end) noexcept {
@@ -36,7 +38,7 @@ float chain(T const* w, T const* x, BlockRange blocks, std::int64_t k_end) noexc
       for (std::int32_t lane = 0; lane < 4; ++lane) {
         for (std::int32_t e = 0; e < pack_elements; ++e) {
           std::int64_t const k = k_of(block, lane, e);
-          if (k < k_end) lanes[lane] = std::fma(w[k], x[k], lanes[lane]);
+          if (k < k_end) lanes[lane] = fused(w[k], x[k], lanes[lane]);
         }
       }
     }
