@@ -6,9 +6,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <map>
 #include <optional>
-#include <set>
 #include <span>
 #include <vector>
 
@@ -16,6 +14,35 @@
 #include "atlas/lora/pool/layout.hpp"
 
 namespace atlas::lora::inline v0::detail {
+
+/// Slabs by index, none twice. Descending, so that the least, which is used first, comes and goes at the end.
+/// Not std::set: its header and its instances are costly to every unit that includes the library.
+class SlabSet {
+ public:
+  [[nodiscard]] bool empty() const noexcept { return slabs_.empty(); }
+  /// How many there are, and the `i`-th from the least.
+  [[nodiscard]] std::size_t size() const noexcept { return slabs_.size(); }
+  [[nodiscard]] std::size_t operator[](std::size_t i) const noexcept { return slabs_[size() - 1 - i]; }
+
+  /// Puts in a slab that is not there.
+  void insert(std::size_t slab) {
+    std::size_t at = size();
+    slabs_.push_back(slab);
+    for (; at > 0 && slabs_[at - 1] < slab; --at) slabs_[at] = slabs_[at - 1];
+    slabs_[at] = slab;
+  }
+  /// Takes out a slab, if it is there.
+  void erase(std::size_t slab) {
+    std::size_t at = size();
+    while (at > 0 && slabs_[at - 1] < slab) --at;
+    if (at == 0 || slabs_[at - 1] != slab) return;
+    for (; at < size(); ++at) slabs_[at - 1] = slabs_[at];
+    slabs_.pop_back();
+  }
+
+ private:
+  std::vector<std::size_t> slabs_;
+};
 
 /// A sub-allocator over `[0, bytes)`; it touches no memory. Copies are how a pool tries out what would fit.
 class ExpertArena {
@@ -31,7 +58,7 @@ class ExpertArena {
         slab_bytes_(std::min(bytes_, 8 * aligned_up(std::max<std::size_t>(largest, 1), alignment))) {
     std::size_t const count = slab_bytes_ == 0 ? 0 : (bytes_ + slab_bytes_ - 1) / slab_bytes_;
     slabs_.resize(count);
-    for (std::size_t i = 0; i < count; ++i) empty_.insert(i);
+    for (std::size_t i = count; i-- > 0;) empty_.insert(i);
   }
 
   /// A block of each of `sizes` (at least 1 byte each), in their order, as offsets; none, and nothing
@@ -57,11 +84,10 @@ class ExpertArena {
       Slab& slab = slabs_[index];
       slab.free.push_back(offset);
       if (slab.free.size() < slab.blocks) {
-        open_[slab.block_bytes].insert(index);
+        if (slab.free.size() == 1) open_of(slab.block_bytes).insert(index);
         continue;
       }
-      auto const open = open_.find(slab.block_bytes);
-      if (open != open_.end()) open->second.erase(index);
+      open_of(slab.block_bytes).erase(index);
       slab = Slab{};
       empty_.insert(index);
     }
@@ -76,23 +102,36 @@ class ExpertArena {
     std::size_t blocks = 0;
     std::vector<std::size_t> free;  // offsets; the last is taken next
   };
+  struct Open {
+    std::size_t block_bytes = 0;
+    SlabSet slabs;
+  };
 
   std::optional<std::size_t> allocate_one(std::size_t size) {
-    std::set<std::size_t>& open = open_[size];
+    SlabSet& open = open_of(size);
     if (open.empty()) {
-      auto const taken = std::find_if(empty_.begin(), empty_.end(),
-                                      [&](std::size_t slab) { return bytes_of(slab) >= size; });
-      if (taken == empty_.end()) return std::nullopt;
-      divide(*taken, size);
-      open.insert(*taken);
+      std::size_t at = 0;
+      while (at < empty_.size() && bytes_of(empty_[at]) < size) ++at;
+      if (at == empty_.size()) return std::nullopt;
+      std::size_t const taken = empty_[at];
+      divide(taken, size);
+      open.insert(taken);
       empty_.erase(taken);
     }
-    std::size_t const index = *open.begin();
+    std::size_t const index = open[0];
     Slab& slab = slabs_[index];
     std::size_t const offset = slab.free.back();
     slab.free.pop_back();
     if (slab.free.empty()) open.erase(index);
     return offset;
+  }
+
+  // The slabs of blocks of `size` that have free ones.
+  SlabSet& open_of(std::size_t size) {
+    for (Open& open : open_) {
+      if (open.block_bytes == size) return open.slabs;
+    }
+    return open_.emplace_back(Open{size, {}}).slabs;
   }
 
   [[nodiscard]] std::size_t bytes_of(std::size_t slab) const {
@@ -109,8 +148,8 @@ class ExpertArena {
   std::size_t bytes_ = 0;
   std::size_t slab_bytes_ = 0;
   std::vector<Slab> slabs_;
-  std::set<std::size_t> empty_;                        // slabs of no size
-  std::map<std::size_t, std::set<std::size_t>> open_;  // by size: slabs that have free blocks
+  SlabSet empty_;           // slabs of no size
+  std::vector<Open> open_;  // of each size that was ever asked for; adapters have few
 };
 
 }  // namespace atlas::lora::inline v0::detail

@@ -8,9 +8,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <limits>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,6 +22,7 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/model/model_shape.hpp"
+#include "atlas/lora/pool/by_name.hpp"
 #include "atlas/lora/pool/layout.hpp"
 #include "atlas/lora/pool/pack.hpp"
 #include "atlas/lora/pool/packed_adapter.hpp"
@@ -106,9 +105,9 @@ class HostTier {
         ++counters_.hits;
         return entry->content;
       }
-      auto const found = flights_.find(name);
-      if (found == flights_.end()) return read(name, stop, lock);
-      std::shared_ptr<Flight> const flight = found->second;
+      auto const* const found = flights_.find(name);
+      if (found == nullptr) return read(name, stop, lock);
+      std::shared_ptr<Flight> const flight = *found;
       ++counters_.joins;
       flight->landed.wait(lock, stop, [&] { return flight->outcome.has_value(); });
       if (!flight->outcome) return fail(Errc::cancelled, quoted(name) + "cancelled while another reads it");
@@ -120,7 +119,7 @@ class HostTier {
   /// which is not waited for. Errors: those of `get`.
   [[nodiscard]] Result<void> prefetch(std::string_view name, std::stop_token const& stop = {}) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (touch(name) != nullptr || flights_.find(name) != flights_.end()) return {};
+    if (touch(name) != nullptr || flights_.find(name) != nullptr) return {};
     auto const content = read(name, stop, lock);
     if (!content) return cuda::std::unexpected<Error>(content.error());
     return {};
@@ -130,8 +129,8 @@ class HostTier {
   /// and what is being read now is not kept.
   void forget(std::string_view name) {
     std::lock_guard<std::mutex> const lock(mutex_);
-    if (auto const flight = flights_.find(name); flight != flights_.end()) flights_.erase(flight);
-    if (auto const entry = entries_.find(name); entry != entries_.end()) entries_.erase(entry);
+    flights_.erase(name);
+    entries_.erase(name);
   }
 
   /// What an operator sees; O(entries).
@@ -142,7 +141,8 @@ class HostTier {
                          arena_.blocks() * arena_.block_bytes(),
                          flights_.size(),
                          counters_};
-    for (auto const& [name, entry] : entries_) {
+    for (std::size_t i = 0; i < entries_.size(); ++i) {
+      auto const& [name, entry] = entries_[i];
       all.entries.push_back(
           HostTierEntry{name, entry.blocks * arena_.block_bytes(), entry.held(), entry.last_use});
     }
@@ -159,6 +159,8 @@ class HostTier {
     [[nodiscard]] bool held() const noexcept { return content.use_count() > 1; }
   };
 
+  using Entries = detail::ByName<Entry>;
+
   // One read, and those who wait for it.
   struct Flight {
     std::condition_variable_any landed;
@@ -171,27 +173,26 @@ class HostTier {
   }
 
   Entry* touch(std::string_view name) {
-    auto const found = entries_.find(name);
-    if (found == entries_.end()) return nullptr;
-    found->second.last_use = ++tick_;
-    return &found->second;
+    Entry* const found = entries_.find(name);
+    if (found != nullptr) found->last_use = ++tick_;
+    return found;
   }
 
   // Reads and packs `name` without the lock, and keeps it. The lock is held before and after.
   Result<Content> read(std::string_view name, std::stop_token const& stop,
                        std::unique_lock<std::mutex>& lock) {
     auto const flight = std::make_shared<Flight>();
-    flights_.emplace(name, flight);
+    flights_.put(name, flight);
     ++counters_.reads;
     lock.unlock();
     Result<Content> outcome = read_and_pack(name, stop);
     lock.lock();
-    auto const found = flights_.find(name);
-    bool const wanted = found != flights_.end() && found->second == flight;
-    if (wanted) flights_.erase(found);
+    auto const* const found = flights_.find(name);
+    bool const wanted = found != nullptr && *found == flight;
+    if (wanted) flights_.erase(name);
     if (outcome && wanted) {
       std::size_t const blocks = arena_.blocks_for((*outcome)->outline().bytes);
-      entries_.insert_or_assign(std::string(name), Entry{*outcome, blocks, ++tick_});
+      entries_.put(name, Entry{*outcome, blocks, ++tick_});
     }
     flight->cancelled = !outcome && outcome.error().code == Errc::cancelled && stop.stop_requested();
     flight->outcome = outcome;
@@ -227,7 +228,9 @@ class HostTier {
     std::lock_guard<std::mutex> const lock(mutex_);
     std::size_t const needed = arena_.blocks_for(bytes);
     std::size_t idle = 0;
-    for (auto const& [other, entry] : entries_) idle += entry.held() ? 0 : entry.blocks;
+    for (std::size_t i = 0; i < entries_.size(); ++i) {
+      idle += entries_[i].value.held() ? 0 : entries_[i].value.blocks;
+    }
     std::size_t const free = arena_.free_blocks();  // only ever more, as long as the lock is held
     if (needed > free + idle) {
       ++counters_.refusals;
@@ -239,13 +242,13 @@ class HostTier {
       return fail(Errc::pool_full, fault + " of which " + std::to_string(busy) + " are in use");
     }
     while (needed > arena_.free_blocks()) {
-      auto oldest = entries_.end();
-      for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
-        if (entry->second.held()) continue;
-        if (oldest == entries_.end() || entry->second.last_use < oldest->second.last_use) oldest = entry;
+      auto const* oldest = static_cast<typename Entries::Node const*>(nullptr);
+      for (std::size_t i = 0; i < entries_.size(); ++i) {
+        if (entries_[i].value.held()) continue;
+        if (oldest == nullptr || entries_[i].value.last_use < oldest->value.last_use) oldest = &entries_[i];
       }
-      ATLAS_ASSERT(oldest != entries_.end(), "what is not held was counted above, and stays so");
-      entries_.erase(oldest);
+      ATLAS_ASSERT(oldest != nullptr, "what is not held was counted above, and stays so");
+      entries_.erase(std::string(oldest->name));
       ++counters_.evictions;
     }
     return *arena_.take(needed);
@@ -256,8 +259,8 @@ class HostTier {
   R const reader_;
   PackOptions const packing_;
   mutable std::mutex mutex_;
-  std::map<std::string, Entry, std::less<>> entries_;
-  std::map<std::string, std::shared_ptr<Flight>, std::less<>> flights_;
+  Entries entries_;
+  detail::ByName<std::shared_ptr<Flight>> flights_;
   std::uint64_t tick_ = 0;
   HostTierCounters counters_;
 };

@@ -5,14 +5,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <map>
-#include <set>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "atlas/lora/adapter/adapter.hpp"
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/pool/by_name.hpp"
 #include "atlas/lora/status.hpp"
 
 namespace atlas::lora::inline v0 {
@@ -59,20 +58,23 @@ class NameRegistry {
       return fail(Errc::invalid_argument, "adapter name: must have 1 to " + std::to_string(longest_name) +
                                               " bytes and no control bytes");
     }
-    auto const [entry, is_new] = names_.try_emplace(std::string(name));
-    Content& content = entry->second;
-    if (!is_new && content.digest == digest) return content.id;
-    if (!is_new) ++content.generation;
-    while (!issued_.insert(adapter_id(name, content.generation)).second) ++content.generation;
-    content.digest = digest;
-    content.id = adapter_id(name, content.generation);
+    Content* const before = names_.find(name);
+    if (before != nullptr && before->digest == digest) return before->id;
+    std::uint64_t generation = before == nullptr ? 0 : before->generation + 1;
+    while (!issue(adapter_id(name, generation))) ++generation;
+    Content const content{digest, generation, adapter_id(name, generation)};
+    if (before == nullptr) {
+      names_.put(name, content);
+    } else {
+      *before = content;
+    }
     return content.id;
   }
 
   /// The generation of the content that `name` had last; 0 for a name without any.
   [[nodiscard]] std::uint64_t generation(std::string_view name) const {
-    auto const entry = names_.find(name);
-    return entry == names_.end() ? 0 : entry->second.generation;
+    Content const* const content = names_.find(name);
+    return content == nullptr ? 0 : content->generation;
   }
 
  private:
@@ -82,8 +84,19 @@ class NameRegistry {
     std::uint64_t id = base_id;
   };
 
-  std::map<std::string, Content, std::less<>> names_;
-  std::set<std::uint64_t> issued_;
+  // Whether `id` was not given out before; from now on it is.
+  bool issue(std::uint64_t id) {
+    std::size_t at = issued_.size();
+    issued_.push_back(id);
+    for (; at > 0 && issued_[at - 1] > id; --at) issued_[at] = issued_[at - 1];
+    issued_[at] = id;
+    bool const is_new = at == 0 || issued_[at - 1] != id;
+    if (!is_new) issued_.erase(issued_.begin() + static_cast<std::ptrdiff_t>(at));
+    return is_new;
+  }
+
+  detail::ByName<Content> names_;
+  std::vector<std::uint64_t> issued_;  // ascending
 };
 
 }  // namespace atlas::lora::inline v0
