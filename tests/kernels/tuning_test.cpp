@@ -33,7 +33,9 @@ static_assert(!uses_prefill(89, 2048, 2) && !uses_prefill(90, 2048, 4));
 static_assert(uses_prefill(90, 4096, 2, 128) && !uses_prefill(90, 4095, 2, 128));
 static_assert(valid(prefill_tuning(257, 128)) && valid(prefill_tuning(2048, 128)));
 static_assert(prefill_tuning(1023, 128).cluster == 4 && prefill_tuning(1024, 128).cluster == 8);
-static_assert(prefill_tuning(2048, 63).cluster == 4 && prefill_tuning(2048, 64).cluster == 8);
+static_assert(prefill_tuning(4095, 128).cluster == 8 && prefill_tuning(4096, 128).cluster == 4);
+static_assert(prefill_tuning(2048, 127).cluster == 4 && prefill_tuning(512, 256).cluster == 4);
+static_assert(prefill_tuning(512, 257).cluster == 8 && prefill_tuning(8192, 448).cluster == 8);
 
 TEST_CASE("the choice is total and never a cluster that the machine does not have") {
   for (std::int32_t const compute : {90, 100, 103, 120, 121}) {

@@ -99,20 +99,22 @@ cudaError_t launch_splitting(Operands<T, Y> const& p, Source const& source, std:
                                     machine.resident_teams(tuning.cluster, two ? 2 : 1));
 }
 
-/// Bytes of shared memory of a block of the prefill kernel; `p.shape` is set.
-template <Element T, Element Y>
-std::size_t prefill_bytes(Operands<T, Y> const& p) noexcept {
-  return prefill_shared_bytes<T>(p.shape.team[0].log2, prefill_slab(p.segment_rank_tiles),
-                                 p.xa_shared_stride);
-}
-
 /// The prefill form in clusters of `tuning`; false, and nothing enqueued, where the machine cannot. Else
 /// `error` is what the launch returned.
 template <Element T, Element Y, class Source>
 bool launch_prefill(Operands<T, Y> p, Source const& source, std::int32_t tiles, DeltaTuning const& tuning,
                     Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
   set_shape(p, tuning);
-  std::size_t const shared = prefill_bytes(p);
+  // A piece has no more row tiles than a cluster where all that run at once share them; how many run at once
+  // depends on the shared memory.
+  std::size_t shared = 0;
+  for (std::int32_t blocks = 2; blocks >= 1; --blocks) {
+    std::int64_t const share = divide_up(tiles, machine.resident_teams(tuning.cluster, blocks));
+    p.kept_sums = kept_sums(static_cast<std::int32_t>(std::min<std::int64_t>(share, piece_tiles)),
+                            p.shape.team[0].log2, prefill_slab(p.segment_rank_tiles));
+    shared = prefill_shared_bytes<T>(p.kept_sums, xa_shared_offset(p, p.num_projections));
+    if (shared <= shared_budget(machine, blocks)) break;
+  }
   if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster) return false;
   LaunchShape const shape = team_shape(tuning, tuning.blocks_per_multiprocessor, tiles, shared, machine);
   error = launch(prefill_kernel<T, Y, Source>, shape, machine, stream, p, source);
@@ -200,8 +202,8 @@ void visit_whole(Visit const& visit) {
 template <Element T, Element Y, class Source, class Visit>
 void visit_prefill(Visit const& visit) {
   if constexpr (sizeof(T) == 2) {
-    for (std::int32_t const rows : {wide_prefill_rows - 1, wide_prefill_rows}) {
-      DeltaTuning const tuning = prefill_tuning(rows, wide_prefill_outputs);
+    for (std::int32_t const outputs : {wide_prefill_outputs + 1, 1}) {
+      DeltaTuning const tuning = prefill_tuning(most_decode_rows + 1, outputs);
       visit(reinterpret_cast<void const*>(&prefill_kernel<T, Y, Source>), tuning.cluster, tuning.threads,
             tuning.blocks_per_multiprocessor);
     }

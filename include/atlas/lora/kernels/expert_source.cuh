@@ -64,14 +64,17 @@ struct ExpertSource {
         leading_lanes(lane < most && words.x == slot && words.y == expert && words.z > 0);
     RouteCell<T> cell;
     if (tiles > 0 && lane < p.num_projections) cell = tables[lane].find(slot, expert);
+      // Whole warps, since lanes read each other's tiles.
 #pragma unroll
-    for (int i = lane; i < piece_rows; i += warp_threads) {
+    for (int i = lane; i < lane + piece_rows; i += warp_threads) {
       std::int32_t const count = __shfl_sync(0xffffffffu, words.z, i / tile_rows);
       bool const exists = i < tiles * tile_rows && i % tile_rows < count;
       std::int32_t const row = exists ? plan.groups[first + i / tile_rows].row[i % tile_rows] : -1;
       std::int32_t const x_row = row >= 0 && row < p.rows ? input.x_row(row) : -1;
-      piece.x_row[i] = x_row;
-      piece.row[i] = x_row >= 0 ? row : -1;
+      if (i < piece_rows) {
+        piece.x_row[i] = x_row;
+        piece.row[i] = x_row >= 0 ? row : -1;
+      }
     }
     if (lane == 0) piece.tiles = tiles;
     describe(piece, p, cell);

@@ -9,6 +9,7 @@
 // 1}, then the same for weight row group() + 8.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -69,6 +70,19 @@ template <Element T>
 __device__ inline Pack<T> load_global(T const* p) {
   __builtin_assume(__isGlobal(p));
   return load_vectors(p);
+}
+
+/// Loads the eight elements at `p` in global memory, which is 16-byte aligned, where `condition` holds, and
+/// leaves the pack as it is elsewhere: in place, so that nothing waits for the load but what uses it.
+template <Element T>
+__device__ inline void load_if(Pack<T>& pack, T const* p, bool condition) {
+  auto const address = __cvta_generic_to_global(p);
+#pragma unroll
+  for (int i = 0; i < Pack<T>::words; i += 4) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(pack.word[i]), "+r"(pack.word[i + 1]), "+r"(pack.word[i + 2]), "+r"(pack.word[i + 3])
+                 : "l"(address + static_cast<std::size_t>(i) * 4), "r"(static_cast<int>(condition)));
+  }
 }
 
 /// The first `valid` of the eight elements at `p`, one by one; the others zero and not loaded.

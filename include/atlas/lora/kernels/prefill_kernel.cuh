@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
 // The delta of many rows in one launch, for 16-bit types. A cluster works on one piece after another, up to
-// 64 rows of a slot that read the slot's weights together: each of its blocks multiplies a share of the
-// segments, folds a share of the row tiles, whose xa it gives to all blocks, and expands a share of the
-// output tiles.
+// 80 rows of a slot that read the slot's weights together: each of its blocks multiplies a share of the
+// segments, folds a share of the sums, whose xa it gives to all blocks, and expands a share of the output
+// tiles.
 //
-// What a warp multiplies goes from memory straight to its registers, always some blocks ahead; chunks fold
-// there too. Between blocks there are two barriers a slab of ranks: before the first a block's segment sums
-// are on their way to the blocks that fold them, before the second xa to all.
+// x and weights go from memory straight to registers, always some blocks ahead; chunks fold there too. y
+// comes through shared memory, several groups of rows ahead, each lane's own. Between blocks there are two
+// barriers a slab of ranks: before the first a block's segment sums are on their way to the blocks that fold
+// them, before the second xa to all.
 //   - A block writes sums of a slab after the second barrier of the one before, when all have folded it.
 //   - A block writes xa after a first barrier, when all have expanded the piece before.
 // So nothing needs two buffers, and no block writes to another after the last barrier.
@@ -50,39 +51,47 @@ __device__ void find_piece(Piece<T>& piece, Share& left, Operands<T, Y> const& p
   __syncwarp();
 }
 
-/// Asks for what the block will read of a piece's x and A, and of its B: rows of x and A a thread each.
+/// The block's part of k: first and last.
 template <Element T, Element Y>
-__device__ void prefetch_piece(Piece<T> const& piece, Operands<T, Y> const& p) {
-  if (piece.exists == 0 || piece.wide == 0 || !p.wide) return;
-  auto const thread = static_cast<int>(threadIdx.x);
+__device__ Share inputs_of(Operands<T, Y> const& p) {
   Share const segments = p.shape.segments_of(p.shape.team[0], block_of(p));
   std::int32_t const segment_elements = p.shape.segment_blocks * block_elements;
-  std::int32_t const k = segments.first * segment_elements;
-  std::int32_t const count = min(static_cast<std::int32_t>(p.k_in), segments.last * segment_elements) - k;
-  if (count <= 0) return;
-  if (thread < piece_rows && piece.x_row[thread] >= 0)
-    prefetch_elements(p.x + piece.x_row[thread] * p.x_row_stride + k, count);
+  auto const k_in = static_cast<std::int32_t>(p.k_in);
+  return {min(k_in, segments.first * segment_elements), min(k_in, segments.last * segment_elements)};
+}
+
+/// Asks for what the block will read of a piece's x, a warp a row.
+template <Element T, Element Y>
+__device__ void prefetch_x(Piece<T> const& piece, Operands<T, Y> const& p) {
+  if (piece.exists == 0) return;
+  Share const k = inputs_of(p);
 #pragma unroll 1
-  for (int i = 0; i < p.num_projections; ++i) {
-    RouteCell<T> const& cell = piece.cell[i];
-#pragma unroll 1
-    for (std::int32_t j = thread - piece_rows; j < cell.rank; j += prefill_warps * warp_threads) {
-      if (j >= 0) prefetch_elements(cell.a + static_cast<std::int64_t>(j) * p.k_in + k, count);
-    }
+  for (int row = warp_index(); row < piece.tiles * tile_rows; row += prefill_warps) {
+    if (piece.x_row[row] >= 0) prefetch_elements(p.x + piece.x_row[row] * p.x_row_stride + k.first, k.size());
   }
 }
 
-/// Asks for the block's share of a piece's B, a thread a projection.
+/// Asks for what it will read of its A and B, a warp a row of A.
 template <Element T, Element Y>
-__device__ void prefetch_b(Piece<T> const& piece, Operands<T, Y> const& p) {
-  auto const i = static_cast<int>(prefill_warps * warp_threads - 1 - threadIdx.x);
-  if (i >= p.num_projections || piece.exists == 0 || piece.wide == 0) return;
-  RouteCell<T> const& cell = piece.cell[i];
-  Share const own = p.shape.outputs_of(p.shape.team[0], block_of(p), 0, 1, i);
-  std::int64_t const n = static_cast<std::int64_t>(own.first) * tile_outputs;
-  std::int64_t const n_last =
-      min(static_cast<std::int64_t>(own.last) * tile_outputs, p.projections[i].table.n_out);
-  if (cell.rank > 0) prefetch_elements(cell.b + n * cell.b_row_stride, (n_last - n) * cell.b_row_stride);
+__device__ void prefetch_weights(Piece<T> const& piece, Operands<T, Y> const& p) {
+  if (piece.exists == 0) return;
+  Share const k = inputs_of(p);
+#pragma unroll 1
+  for (int i = 0; i < p.num_projections; ++i) {
+    RouteCell<T> const& cell = piece.cell[i];
+    if (cell.rank == 0) continue;
+#pragma unroll 1
+    for (std::int32_t j = warp_index(); j < cell.rank; j += prefill_warps)
+      prefetch_elements(cell.a + static_cast<std::int64_t>(j) * p.k_in + k.first, k.size());
+    Share const own = p.shape.outputs_of(p.shape.team[0], block_of(p), 0, 1, i);
+    // Each warp has its output tiles' rows.
+#pragma unroll 1
+    for (std::int32_t t = own.first + warp_index(); t < own.last; t += prefill_warps) {
+      std::int64_t const n = static_cast<std::int64_t>(t) * tile_outputs;
+      std::int64_t const outputs = min(std::int64_t{tile_outputs}, p.projections[i].table.n_out - n);
+      prefetch_elements(cell.b + n * cell.b_row_stride, outputs * cell.b_row_stride);
+    }
+  }
 }
 
 /// The whole delta of many rows. The grid is a multiple of the cluster, whose size is `p.shape`'s.
@@ -105,35 +114,35 @@ __global__ void __launch_bounds__(prefill_warps* warp_threads, 2)
   PrefillShrink<Source, T, Y> shrink(p, shared);
   PrefillExpand<Source, T, Y> expand(p, shared);
   __syncthreads();
-  prefetch_b(shared.piece(0), p);
+  // Weights do not depend on the launches before; by the time these end they are in L2.
+  prefetch_weights(shared.piece(0), p);
+  cluster_wait();
+  if (p.inputs_settled) enter();
   std::int32_t const slab_tiles = prefill_slab(p.segment_rank_tiles);
   // The next piece is found while warps may still be at the last one, so there are three.
-  for (int current = 0; shared.piece(current).exists != 0;) {
-    Piece<T> const& piece = shared.piece(current);
-    current = current == PrefillHead<T>::pieces - 1 ? 0 : current + 1;
-    Piece<T>& next = shared.piece(current);
-    std::int32_t const all = piece.first_rank_tile[max_projections];
+  for (int at = 0; shared.piece(at).exists != 0; at = shared.after(at)) {
 #pragma unroll 1
     for (std::int32_t slab = 0;; slab += slab_tiles) {
-      std::int32_t const ranks = min(slab_tiles, all - slab);
-      shrink.multiply(piece, slab, ranks);
+      std::int32_t const ranks = min(slab_tiles, shared.piece(at).first_rank_tile[max_projections] - slab);
+      shrink.multiply(shared.piece(at), slab, ranks);
+      if (slab == 0) expand.prepare(shared.piece(at));
       cluster_arrive();
-      if (slab == 0 && warp_index() == prefill_warps - 1) find_piece(next, left, p, source);
+      if (slab == 0 && warp_index() == prefill_warps - 1)
+        find_piece(shared.piece(shared.after(at)), left, p, source);
       cluster_wait();
-      shrink.fold(piece, slab, ranks);
+      shrink.fold(shared.piece(at), slab, ranks);
       cluster_arrive();
-      if (slab + ranks == all) break;
+      if (slab + ranks == shared.piece(at).first_rank_tile[max_projections]) break;
       cluster_wait();
     }
     // B and y of this warp's first output tile are on their way while xa crosses.
-    typename PrefillExpand<Source, T, Y>::Output output;
-    expand.begin(output, piece);
+    typename PrefillExpand<Source, T, Y>::Weights weights;
+    expand.begin(weights, shared.piece(at));
     cluster_wait();
-    prefetch_piece(next, p);
-    prefetch_b(next, p);
-    expand.all(output, piece);
+    prefetch_x(shared.piece(shared.after(at)), p);
+    prefetch_weights(shared.piece(shared.after(at)), p);
+    expand.all(weights, shared.piece(at));
   }
-  shrink.settle();
 #endif
 }
 

@@ -14,7 +14,7 @@
 namespace atlas::lora::inline v0 {
 
 /// Most row tiles of a piece: neighbours of one slot that read the slot's weights together.
-inline constexpr std::int32_t piece_tiles = 8;
+inline constexpr std::int32_t piece_tiles = 10;
 /// Most rows of a piece.
 inline constexpr std::int32_t piece_rows = piece_tiles * tile_rows;
 /// Warps of a block of the prefill form.
@@ -40,21 +40,22 @@ inline constexpr std::int32_t prefill_warps = 8;
 struct ShrinkUnit {
   std::int32_t segment = 0;  ///< counted from the block's first
   Share ranks;               ///< one or two rank tiles of the slab
-  Share tiles;               ///< one or two row tiles of the piece
+  Share tiles;               ///< one to three row tiles of the piece
 };
 
 /// The units of a block: its `segments` by `ranks` rank tiles by `tiles` row tiles, pairs of rank tiles and
-/// of row tiles as far as that leaves every warp a unit. Units that share operands are neighbours, so that
-/// the warps that take them find each other's in L1.
+/// of row tiles as far as that leaves every warp a unit, three row tiles where that gives none a second.
+/// Units that share operands are neighbours, so that the warps that take them find each other's in L1.
 class ShrinkUnits {
  public:
   ATLAS_HD constexpr ShrinkUnits(std::int32_t segments, std::int32_t ranks, std::int32_t tiles) noexcept
       : segments_(segments), ranks_(ranks), tiles_(tiles) {
     std::int32_t const pairs = segments * half(ranks) * half(tiles);
     rank_step_ = segments * half(ranks) * tiles < prefill_warps ? 1 : 2;
-    tile_step_ = pairs < prefill_warps ? 1 : 2;
+    bool const thirds = ranks == 1 && pairs > prefill_warps && segments * ((tiles + 2) / 3) <= prefill_warps;
+    tile_step_ = pairs < prefill_warps ? 1 : thirds ? 3 : 2;
     rank_groups_ = rank_step_ == 2 ? half(ranks) : ranks;
-    tile_groups_ = tile_step_ == 2 ? half(tiles) : tiles;
+    tile_groups_ = (tiles + tile_step_ - 1) / tile_step_;
   }
 
   /// How many there are.
@@ -85,22 +86,32 @@ class ShrinkUnits {
   std::int32_t tile_groups_ = 0;
 };
 
-/// Row tiles of a piece of `tiles` that block `block` of a cluster of `1 << cluster_log2` folds: `block`, and
-/// every `1 << cluster_log2`-th after it.
-[[nodiscard]] ATLAS_HD constexpr std::int32_t folded_tiles(std::int32_t tiles, std::int32_t cluster_log2,
-                                                           std::int32_t block) noexcept {
-  return block < tiles ? ((tiles - 1 - block) >> cluster_log2) + 1 : 0;
+/// What is folded of a piece's slab is the sums of a row tile and a rank tile; they are counted, row tile by
+/// row tile, and block `block` of a cluster of `1 << cluster_log2` folds every `1 << cluster_log2`-th: this
+/// many of `count`.
+[[nodiscard]] ATLAS_HD constexpr std::int32_t folded_sums(std::int32_t count, std::int32_t cluster_log2,
+                                                          std::int32_t block) noexcept {
+  return block < count ? ((count - 1 - block) >> cluster_log2) + 1 : 0;
 }
-/// Where a block keeps the sum of `segment` and of rank tile `rank_tile` of a slab of `slab` for the row tile
-/// that it folds as its `tile`-th; counted in sums.
-[[nodiscard]] ATLAS_HD constexpr std::int32_t sum_place(std::int32_t tile, std::int32_t segment,
-                                                        std::int32_t rank_tile, std::int32_t slab) noexcept {
-  return (tile * max_segments + segment) * slab + rank_tile;
+/// Where a block keeps what `segment` adds to the sum that it folds as its `index`-th; counted in sums.
+[[nodiscard]] ATLAS_HD constexpr std::int32_t sum_place(std::int32_t index, std::int32_t segment) noexcept {
+  return index * max_segments + segment;
 }
-/// Sums that a block keeps at once.
-[[nodiscard]] ATLAS_HD constexpr std::int32_t kept_sums(std::int32_t cluster_log2,
+/// Sums of segments that a block keeps at once, of pieces of at most `tiles` row tiles.
+[[nodiscard]] ATLAS_HD constexpr std::int32_t kept_sums(std::int32_t tiles, std::int32_t cluster_log2,
                                                         std::int32_t slab) noexcept {
-  return folded_tiles(piece_tiles, cluster_log2, 0) * max_segments * slab;
+  return folded_sums(tiles * slab, cluster_log2, 0) * max_segments;
+}
+/// Rows that the expand takes together.
+inline constexpr std::int32_t row_group = 16;
+/// Where xa of a piece lies in shared memory, in vectors of 16 bytes: eight ranks by two rows are two
+/// vectors, as a lane takes them for its two products. `block` counts blocks of the rank over all
+/// projections, `row` is of the piece, `quad` says which eight ranks of the block and `half` which four of
+/// those.
+[[nodiscard]] ATLAS_HD constexpr std::int32_t xa_vector(std::int32_t block, std::int32_t row,
+                                                        std::int32_t quad, std::int32_t half) noexcept {
+  std::int32_t const group = block * (piece_rows / row_group) + row / row_group;
+  return (group * 2 + half) * 32 + row % row_group / 2 * 4 + quad;
 }
 /// Rank tiles that are exchanged at once, of a launch whose slots have at most `rank_tiles`.
 [[nodiscard]] ATLAS_HD constexpr std::int32_t prefill_slab(std::int32_t rank_tiles) noexcept {

@@ -30,7 +30,6 @@ class PrefillShrink {
   /// fold them.
   __device__ void multiply(Piece<T> const& piece, std::int32_t slab, std::int32_t ranks) {
     if (piece.wide == 0 || !p_.wide) {
-      settle();
       multiply_narrow(p_, shared_.sums, piece, slab);
       return;
     }
@@ -43,42 +42,37 @@ class PrefillShrink {
       unit.segment += segments.first;
       if (unit.ranks.size() == 2) {
         if (unit.tiles.size() == 2) {
-          multiply_unit<2, 2, 2>(piece, slab, unit);
+          multiply_unit<2, 2, ahead(2)>(piece, slab, unit);
         } else {
-          multiply_unit<2, 1, 3>(piece, slab, unit);
+          multiply_unit<2, 1, ahead(3)>(piece, slab, unit);
         }
+      } else if (unit.tiles.size() == 3) {
+        multiply_unit<1, 3, ahead(3)>(piece, slab, unit);
       } else if (unit.tiles.size() == 2) {
-        multiply_unit<1, 2, 4>(piece, slab, unit);
+        multiply_unit<1, 2, ahead(4)>(piece, slab, unit);
       } else {
-        multiply_unit<1, 1, 5>(piece, slab, unit);
+        multiply_unit<1, 1, ahead(5)>(piece, slab, unit);
       }
     }
-    settle();
   }
 
-  /// Folds the segments of the slab for this block's row tiles, rounds, and gives every block of the cluster
-  /// the xa, zero from the rank to the end of its block. A warp takes a row tile's rank tile.
+  /// Folds the segments of this block's share of the slab's sums, rounds, and gives every block of the
+  /// cluster the xa, zero from the rank to the end of its block. A warp takes a row tile's rank tile.
   __device__ void fold(Piece<T> const& piece, std::int32_t slab, std::int32_t ranks) const {
     int const cluster_log2 = p_.shape.team[0].log2;
-    std::int32_t const own = folded_tiles(piece.tiles, cluster_log2, block_of(p_));
+    std::int32_t const own = folded_sums(piece.tiles * ranks, cluster_log2, block_of(p_));
 #pragma unroll 1
-    for (std::int32_t i = warp_index(); i < own * ranks; i += prefill_warps) {
-      std::int32_t const tile = i / ranks;
-      std::int32_t const rank_tile = i - tile * ranks;
-      float4 const total = folded_sum(tile, rank_tile);
-      send_xa(piece, block_of(p_) + (tile << cluster_log2), slab + rank_tile, total);
+    for (std::int32_t i = warp_index(); i < own; i += prefill_warps) {
+      std::int32_t const sum = block_of(p_) + (i << cluster_log2);
+      std::int32_t const tile = sum / ranks;
+      send_xa(piece, tile, slab + sum - tile * ranks, folded_sum(i));
     }
-  }
-
-  /// Waits for the launch's dependencies and for the cluster to have started, unless it has.
-  __device__ void settle() {
-    if (settled_) return;
-    cluster_wait();
-    if (p_.inputs_settled) enter();
-    settled_ = true;
   }
 
  private:
+  /// Blocks on their way: one fewer where y is float, whose expand leaves fewer registers.
+  static ATLAS_HD constexpr int ahead(int most) { return sizeof(Y) == 2 ? most : most - 1; }
+
   /// One segment of `Ranks` rank tiles and `Tiles` row tiles. `Ahead` blocks are always on their way; the
   /// place of one that was multiplied takes the next.
   template <int Ranks, int Tiles, int Ahead>
@@ -88,7 +82,6 @@ class PrefillShrink {
     std::int32_t const k = blocks.first * block_elements + quad() * pack_elements;
     // A block is this lane's where it begins before `left`, counted from the loop's.
     std::int32_t left = min(blocks.size() * block_elements, static_cast<std::int32_t>(p_.k_in) - k);
-    bool const partial = p_.k_in % block_elements != 0;
     T const* low[Ranks];
     T const* high[Ranks];
     T const* x[Tiles];
@@ -110,11 +103,10 @@ class PrefillShrink {
     Pack<T> a_low[Ahead][Ranks];
     Pack<T> a_high[Ahead][Ranks];
     Pack<T> x_pack[Ahead][Tiles];
-    // What is not loaded is not multiplied, or zeroed before. It has a value, so that no register keeps one
-    // from unit to unit.
+    // The sum's last block may be shorter than this lane's place in it.
     auto const load = [&](Pack<T>& pack, T const* from, int b) {
-      if (b < Ahead) pack = Pack<T>{};
-      if (b * block_elements < left) pack = load_vectors(from + b * block_elements);
+      pack = Pack<T>{};
+      load_if(pack, from + b * block_elements, b * block_elements < left);
     };
     auto const load_a = [&](int place, int b) {
 #pragma unroll
@@ -127,12 +119,11 @@ class PrefillShrink {
 #pragma unroll
       for (int t = 0; t < Tiles; ++t) load(x_pack[place][t], x[t], b);
     };
-    // A does not depend on the launches before.
 #pragma unroll
-    for (int i = 0; i < Ahead; ++i) load_a(i, i);
-    settle();
-#pragma unroll
-    for (int i = 0; i < Ahead; ++i) load_x(i, i);
+    for (int i = 0; i < Ahead; ++i) {
+      load_a(i, i);
+      load_x(i, i);
+    }
     Accumulator<T> sum[Ranks][Tiles];
     // The sum that changes nothing.
     float4 total[Ranks][Tiles];
@@ -143,17 +134,10 @@ class PrefillShrink {
     }
     std::int32_t in_chunk = 0;
 #pragma unroll 1
-    for (std::int32_t b = 0; b < blocks.size(); b += Ahead) {
+    for (std::int32_t todo = blocks.size(); todo > 0; todo -= Ahead) {
 #pragma unroll
       for (int i = 0; i < Ahead; ++i) {
-        if (b + i >= blocks.size()) break;
-        // The sum's last block may be shorter than this lane's place in it.
-        if (partial && b + i + 1 == blocks.size() && i * block_elements >= left) {
-#pragma unroll
-          for (int r = 0; r < Ranks; ++r) a_low[i][r] = a_high[i][r] = Pack<T>{};
-#pragma unroll
-          for (int t = 0; t < Tiles; ++t) x_pack[i][t] = Pack<T>{};
-        }
+        if (i >= todo) break;
 #pragma unroll
         for (int r = 0; r < Ranks; ++r) {
 #pragma unroll
@@ -161,7 +145,7 @@ class PrefillShrink {
         }
         load_a(i, i + Ahead);
         load_x(i, i + Ahead);
-        if (++in_chunk < p_.shape.chunk_blocks && b + i + 1 < blocks.size()) continue;
+        if (++in_chunk < p_.shape.chunk_blocks && i + 1 < todo) continue;
         in_chunk = 0;
 #pragma unroll
         for (int r = 0; r < Ranks; ++r) {
@@ -181,11 +165,14 @@ class PrefillShrink {
 #pragma unroll
       for (int t = 0; t < Tiles; ++t) x[t] += Ahead * block_elements;
     }
+    std::int32_t const ranks =
+        min(prefill_slab(p_.segment_rank_tiles), piece.first_rank_tile[max_projections] - slab);
 #pragma unroll
     for (int r = 0; r < Ranks; ++r) {
 #pragma unroll
       for (int t = 0; t < Tiles; ++t)
-        send_sum(p_, shared_.sums, unit.tiles.first + t, unit.segment, unit.ranks.first + r, total[r][t]);
+        send_sum(p_, shared_.sums, (unit.tiles.first + t) * ranks + unit.ranks.first + r, unit.segment,
+                 total[r][t]);
     }
   }
 
@@ -202,7 +189,7 @@ class PrefillShrink {
       std::int32_t const above = i / piece.tiles;
       std::int32_t const segment = segments.first + above / ranks;
       float4 const sum = narrow_sum(p, piece, segment, slab + above % ranks, i % piece.tiles);
-      send_sum(p, sums, i % piece.tiles, segment, above % ranks, sum);
+      send_sum(p, sums, i % piece.tiles * ranks + above % ranks, segment, sum);
     }
   }
   /// The sum of a segment for a rank tile and a row tile.
@@ -233,73 +220,74 @@ class PrefillShrink {
     return total;
   }
 
-  /// Sends a segment's sum of a row tile and a rank tile of the slab to the block that folds the row tile.
-  static __device__ void send_sum(Operands<T, Y> const& p, float4* sums, std::int32_t tile,
-                                  std::int32_t segment, std::int32_t rank_tile, float4 const& sum) {
+  /// Sends a segment's share of the slab's `index`-th sum to the block that folds it.
+  static __device__ void send_sum(Operands<T, Y> const& p, float4* sums, std::int32_t index,
+                                  std::int32_t segment, float4 const& sum) {
     int const cluster_log2 = p.shape.team[0].log2;
-    std::int32_t const place =
-        sum_place(tile >> cluster_log2, segment, rank_tile, prefill_slab(p.segment_rank_tiles));
-    store_to_block(sums + place * warp_threads + lane_index(),
-                   static_cast<std::uint32_t>(tile & ((1 << cluster_log2) - 1)), sum);
+    store_to_block(sums + sum_place(index >> cluster_log2, segment) * warp_threads + lane_index(),
+                   static_cast<std::uint32_t>(index & ((1 << cluster_log2) - 1)), sum);
   }
 
-  /// The sum of all segments for the row tile that this block folds as its `tile`-th.
-  __device__ float4 folded_sum(std::int32_t tile, std::int32_t rank_tile) const {
-    std::int32_t const slab = prefill_slab(p_.segment_rank_tiles);
-    float4 const* const from =
-        shared_.sums + sum_place(tile, 0, rank_tile, slab) * warp_threads + lane_index();
+  /// The sum of all segments that this block folds as its `index`-th.
+  __device__ float4 folded_sum(std::int32_t index) const {
+    float4 const* const from = shared_.sums + sum_place(index, 0) * warp_threads + lane_index();
     float4 total = from[0];
 #pragma unroll
     for (int s = 1; s < max_segments; ++s) {
-      if (s < p_.shape.segments) total = add(total, from[s * slab * warp_threads]);
+      if (s < p_.shape.segments) total = add(total, from[s * warp_threads]);
     }
     return total;
   }
 
   /// Rounds the sums of a row tile and a rank tile, counted over the projections, and gives them to every
-  /// block of the cluster. Each lane has eight ranks of a row for every other block.
+  /// block of the cluster. A lane first has two ranks of a row, then a vector for every other block.
   __device__ void send_xa(Piece<T> const& piece, std::int32_t tile, std::int32_t rank_tile,
                           float4 const& total) const {
-    std::uint32_t const low = transpose_8x8(pair_bits_rn<T>(total.x, total.y));
-    std::uint32_t const high = transpose_8x8(pair_bits_rn<T>(total.z, total.w));
-    bool const upper = quad() % 2 != 0;
-    Pack<T> pack;
-#pragma unroll
-    for (int i = 0; i < Pack<T>::words; ++i) {
-      int const source = group() * 4 + i;
-      std::uint32_t const of_low = __shfl_sync(0xffffffffu, low, source);
-      std::uint32_t const of_high = __shfl_sync(0xffffffffu, high, source);
-      pack.word[i] = upper ? of_high : of_low;
-    }
     int const projection = projection_of(piece, rank_tile);
     std::int32_t const rank = rank_of<Source>(piece, projection);
     std::int32_t const local = rank_tile - piece.first_rank_tile[projection];
-    std::int32_t const j = local * tile_ranks + (upper ? pack_elements : 0);
-    keep(pack, rank - j);
+    std::int32_t const left = rank - local * tile_ranks - group();
+    std::uint32_t const low = pair_of_ranks(left > 0 ? total.x : 0.0F, left > 0 ? total.y : 0.0F);
+    bool const upper = left > pack_elements;
+    std::uint32_t const high = pair_of_ranks(upper ? total.z : 0.0F, upper ? total.w : 0.0F);
+    int const eighth = lane_index() / 4 % 2;
+    int const half = lane_index() / 8 % 2;
+    std::uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int const source = (4 * half + i) * 4 + quad();
+      std::uint32_t const of_low = __shfl_sync(0xffffffffu, low, source);
+      std::uint32_t const of_high = __shfl_sync(0xffffffffu, high, source);
+      word[i] = eighth != 0 ? of_high : of_low;
+    }
+    float4 const vector = make_float4(__uint_as_float(word[0]), __uint_as_float(word[1]),
+                                      __uint_as_float(word[2]), __uint_as_float(word[3]));
+    std::int32_t const block = p_.shape.xa_offset[projection] / block_elements + local / 2;
+    auto* const to = reinterpret_cast<float4*>(shared_.xa) +
+                     xa_vector(block, tile * tile_rows + 2 * quad(), local % 2 * 2 + eighth, half);
     // The tile is the rank's last and fills half of a block.
-    bool const half = local % 2 == 0 && (local + 1) * tile_ranks >= rank;
-    T* const to =
-        shared_.xa + (tile * tile_rows + group()) * p_.xa_shared_stride + p_.shape.xa_offset[projection] + j;
+    bool const last = local % 2 == 0 && (local + 1) * tile_ranks >= rank;
 #pragma unroll 1
-    for (int target = quad() / 2; target < 1 << p_.shape.team[0].log2; target += 2) {
+    for (int target = lane_index() / 16; target < 1 << p_.shape.team[0].log2; target += 2) {
       auto const there = static_cast<std::uint32_t>(target);
-      store_to_block(reinterpret_cast<float4*>(to), there, as_float4(pack));
-      if (half) store_to_block(reinterpret_cast<float4*>(to + tile_ranks), there, float4{});
+      store_to_block(to, there, vector);
+      if (last) store_to_block(to + 2, there, float4{});
     }
   }
-
-  __device__ static float4 as_float4(Pack<T> const& pack) {
-    static_assert(Pack<T>::words == 4);
-    return make_float4(__uint_as_float(pack.word[0]), __uint_as_float(pack.word[1]),
-                       __uint_as_float(pack.word[2]), __uint_as_float(pack.word[3]));
+  /// Of one rank's values of batch rows 2 quad() and 2 quad() + 1, which a lane has: two ranks' of one row,
+  /// rounded. Lanes of even ranks have the first row, those of uneven ranks the second.
+  static __device__ std::uint32_t pair_of_ranks(float first, float second) {
+    bool const odd = group() % 2 != 0;
+    float const other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
+    return odd ? pair_bits_rn<T>(other, second) : pair_bits_rn<T>(first, other);
   }
+
   __device__ static float4 add(float4 const& a, float4 const& b) {
     return make_float4(add_rn(a.x, b.x), add_rn(a.y, b.y), add_rn(a.z, b.z), add_rn(a.w, b.w));
   }
 
   Operands<T, Y> const& p_;
   PrefillShared<T> shared_;
-  bool settled_ = false;  ///< dependencies are complete and the cluster's blocks have started
 };
 
 }  // namespace atlas::lora::inline v0::detail

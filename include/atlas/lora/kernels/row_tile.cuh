@@ -38,6 +38,7 @@ struct Operands {
   std::int64_t xa_row_stride = 0;
   float4* segments = nullptr;           ///< the two-launch form's scratch of segment sums
   std::int32_t segment_rank_tiles = 0;  ///< rank tiles that `segments` holds per segment
+  std::int32_t kept_sums = 0;           ///< segment sums that a block of the prefill kernel keeps
   bool inputs_settled = false;
   bool wide = false;   ///< x, y and xa allow 16-byte accesses
   DeltaShape shape{};  ///< of the one-launch kernel
@@ -65,8 +66,9 @@ struct RowTile : SlotCells<T> {
 template <Element T>
 struct alignas(16) Piece : SlotCells<T> {
   std::int32_t tiles;
-  std::int32_t row[piece_rows];    ///< row of y, or -1 for none
-  std::int32_t x_row[piece_rows];  ///< row of x; -1 exactly where `row` is
+  alignas(16) std::uint64_t y_row[piece_rows];  ///< address of a projection's row of y, 0 for none
+  std::int32_t row[piece_rows];                 ///< row of y, or -1 for none
+  std::int32_t x_row[piece_rows];               ///< row of x; -1 exactly where `row` is
 };
 
 /// A row tile's place in shared memory, which takes no initialised type.
@@ -190,14 +192,15 @@ struct PlanSource {
       bool const within = slot >= 0 && slot < table.max_slots && table.cells != nullptr;
       if (within) cell = load_cell(table.cell(slot));
     }
+    // Whole warps, since lanes read each other's tiles.
 #pragma unroll
-    for (int i = lane; i < piece_rows; i += warp_threads) {
+    for (int i = lane; i < lane + piece_rows; i += warp_threads) {
       std::int32_t const begin = __shfl_sync(0xffffffffu, rows.first, i / tile_rows);
       std::int32_t const count = __shfl_sync(0xffffffffu, rows.count, i / tile_rows);
       bool const exists = i < tiles * tile_rows && i % tile_rows < count;
       bool const within = exists && begin >= 0 && begin < plan.capacity_rows - i % tile_rows;
       std::int32_t const row = within ? plan.rows[begin + i % tile_rows] : -1;
-      piece.x_row[i] = piece.row[i] = row >= 0 && row < p.rows ? row : -1;
+      if (i < piece_rows) piece.x_row[i] = piece.row[i] = row >= 0 && row < p.rows ? row : -1;
     }
     if (lane == 0) piece.tiles = tiles;
     describe(piece, p, tiles > 0 ? cell : RouteCell<T>{});
