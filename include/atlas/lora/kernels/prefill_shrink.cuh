@@ -70,8 +70,13 @@ class PrefillShrink {
   }
 
  private:
-  /// Blocks on their way: one fewer where y is float, whose expand leaves fewer registers.
-  static ATLAS_HD constexpr int ahead(int most) { return sizeof(Y) == 2 ? most : most - 1; }
+  /// Blocks on their way: one fewer where y is float, two where there is one pair, which leave fewer
+  /// registers.
+  static ATLAS_HD constexpr int ahead(int most) {
+    constexpr bool one_pair = requires(Source source) { source.cell; };
+    if (one_pair) return most > 2 ? most - 2 : 1;
+    return sizeof(Y) == 2 ? most : most - 1;
+  }
 
   /// One segment of `Ranks` rank tiles and `Tiles` row tiles. `Ahead` blocks are always on their way; the
   /// place of one that was multiplied takes the next.

@@ -38,10 +38,10 @@ struct Operands {
   std::int64_t xa_row_stride = 0;
   float4* segments = nullptr;           ///< the two-launch form's scratch of segment sums
   std::int32_t segment_rank_tiles = 0;  ///< rank tiles that `segments` holds per segment
-  std::int32_t kept_sums = 0;           ///< segment sums that a block of the prefill kernel keeps
   bool inputs_settled = false;
-  bool wide = false;   ///< x, y and xa allow 16-byte accesses
-  DeltaShape shape{};  ///< of the one-launch kernel
+  bool wide = false;           ///< x, y and xa allow 16-byte accesses
+  DeltaShape shape{};          ///< of the one-launch kernel
+  std::int32_t kept_sums = 0;  ///< segment sums that a block of the prefill kernel keeps
 };
 
 /// What rows of one slot share, in shared memory.
