@@ -24,6 +24,7 @@ namespace atlas::lora::inline v0::detail {
 template <Element T>
 struct ExpertSource {
   static constexpr std::int32_t static_rank = dynamic_rank;
+  static constexpr bool one_pair = false;
   ExpertPlan plan;
   ExpertInput input;
   ExpertTable<T> tables[max_projections];

@@ -73,8 +73,7 @@ class PrefillShrink {
   /// Blocks on their way: one fewer where y is float, two where there is one pair, which leave fewer
   /// registers.
   static ATLAS_HD constexpr int ahead(int most) {
-    constexpr bool one_pair = requires(Source source) { source.cell; };
-    if (one_pair) return most > 2 ? most - 2 : 1;
+    if (Source::one_pair) return most > 2 ? most - 2 : 1;
     return sizeof(Y) == 2 ? most : most - 1;
   }
 

@@ -139,6 +139,7 @@ __device__ inline std::int32_t leading_lanes(bool condition) {
 /// Row tiles from a plan and the projections' tables.
 struct PlanSource {
   static constexpr std::int32_t static_rank = dynamic_rank;
+  static constexpr bool one_pair = false;
 
   /// Row tiles that exist; a plan that says nonsense may say more or fewer, but none beyond its capacity.
   template <Element T, Element Y>
@@ -212,6 +213,7 @@ struct PlanSource {
 template <Element T, std::int32_t Rank>
 struct PairSource {
   static constexpr std::int32_t static_rank = Rank;
+  static constexpr bool one_pair = true;
   RouteCell<T> cell;
 
   /// As of a `PlanSource`.

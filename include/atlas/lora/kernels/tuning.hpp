@@ -103,10 +103,6 @@ inline constexpr std::int64_t long_row_elements = 12288;
 inline constexpr std::int32_t most_decode_rows = 256;
 /// Output tiles beyond which the prefill kernel has clusters of 8: a block's share of fewer is little work.
 inline constexpr std::int32_t wide_prefill_outputs = 256;
-/// Output tiles from which it has them for some numbers of rows, and those: fewer rows make too few pieces
-/// for them, of more the cluster's waiting for each other costs more than reading weights twice.
-inline constexpr std::int32_t some_prefill_outputs = 128;
-inline constexpr std::int32_t some_prefill_rows[] = {1024, 4096};
 
 /// Whether the prefill kernel serves `rows` rows of which slots, or slots and experts, are expected to be
 /// `pairs`. Float has none: its sums live in the registers of many lanes.
@@ -122,9 +118,10 @@ inline constexpr std::int32_t some_prefill_rows[] = {1024, 4096};
 /// 20.5, 8192 rows 245 and 255; 4096 -> 1024 512 rows 7.4 and 5.7; 2048 x 8 rows of 128 experts, 2048 -> 768
 /// twice, 135 and 102.
 [[nodiscard]] constexpr DeltaTuning prefill_tuning(std::int32_t rows, std::int32_t outputs) noexcept {
-  bool const some =
-      outputs >= some_prefill_outputs && rows >= some_prefill_rows[0] && rows < some_prefill_rows[1];
-  return {256, outputs > wide_prefill_outputs || some ? 8 : 4, 2, 2};
+  // Fewer rows make too few pieces for clusters of 8; of more, waiting for each other costs them more than
+  // the weights that clusters of 4 read twice.
+  bool const between = outputs >= wide_prefill_outputs / 2 && rows >= 1024 && rows < 4096;
+  return {256, outputs > wide_prefill_outputs || between ? 8 : 4, 2, 2};
 }
 
 }  // namespace atlas::lora::inline v0

@@ -58,7 +58,7 @@ class ByName {
     return (*nodes_.insert(where, std::make_unique<Node>(Node{std::string(name), std::move(value)})))->value;
   }
 
-  /// Takes `name`, if it is there, and its value away.
+  /// Takes `name`, if it is there, and its value away; `name` may be the node's own.
   void erase(std::string_view name) {
     std::size_t const at = place_of(name);
     if (holds(at, name)) nodes_.erase(nodes_.begin() + static_cast<std::ptrdiff_t>(at));

@@ -242,13 +242,13 @@ class HostTier {
       return fail(Errc::pool_full, fault + " of which " + std::to_string(busy) + " are in use");
     }
     while (needed > arena_.free_blocks()) {
-      auto const* oldest = static_cast<typename Entries::Node const*>(nullptr);
+      typename Entries::Node const* oldest = nullptr;
       for (std::size_t i = 0; i < entries_.size(); ++i) {
         if (entries_[i].value.held()) continue;
         if (oldest == nullptr || entries_[i].value.last_use < oldest->value.last_use) oldest = &entries_[i];
       }
       ATLAS_ASSERT(oldest != nullptr, "what is not held was counted above, and stays so");
-      entries_.erase(std::string(oldest->name));
+      entries_.erase(oldest->name);
       ++counters_.evictions;
     }
     return *arena_.take(needed);
