@@ -3,6 +3,7 @@
 // Device memory and random values for the GPU tests.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -17,6 +18,8 @@
 #include <doctest/doctest.h>
 
 #include "atlas/lora/element.hpp"
+#include "atlas/lora/kernels/launch.cuh"
+#include "atlas/lora/kernels/machine.hpp"
 #include "atlas/lora/status.hpp"
 
 namespace atlas_test {
@@ -50,6 +53,20 @@ inline bool small_shapes() { return std::getenv("ATLAS_TEST_SMALL") != nullptr; 
 inline bool few_shapes() {
   char const* const small = std::getenv("ATLAS_TEST_SMALL");
   return small != nullptr && std::strcmp(small, "few") == 0;
+}
+
+/// The first device made ready for `Operations`. `ATLAS_TEST_CLUSTERS_OF_16` says how many clusters of 16
+/// blocks a launch may have, for synccheck: that of compute-sanitizer 2025.3.1 ends every kernel of eight of
+/// them with an illegal address, also one that does nothing but initialise a barrier and wait for its
+/// cluster.
+template <class... Operations>
+Machine ready_machine() {
+  Machine machine = need(prepare<Operations...>(0));
+  if (char const* const most = std::getenv("ATLAS_TEST_CLUSTERS_OF_16")) {
+    for (std::int32_t& clusters : machine.resident_clusters[3])
+      clusters = std::min(clusters, std::atoi(most));
+  }
+  return machine;
 }
 
 /// Device memory, freed with its owner.

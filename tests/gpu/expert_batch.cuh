@@ -30,16 +30,10 @@ inline constexpr Form expert_forms[] = {Form::automatic, Form::cluster_16, Form:
 
 template <Element T, Element Y>
 Machine const& expert_machine() {
-  static Machine const made = [] {
-    auto result = prepare<ExpertDelta<T, Y>, TunedExpertDelta<Clustered<16>, T, Y>,
-                          TunedExpertDelta<Clustered<8>, T, Y>, TunedExpertDelta<Clustered<4>, T, Y>,
-                          TunedExpertDelta<Clustered<2>, T, Y>, ExpertPlanning, Delta<T, Y>, RowPlanning>(0);
-    if (!result) {
-      MESSAGE(result.error().message);
-      std::abort();
-    }
-    return *result;
-  }();
+  static Machine const made =
+      ready_machine<ExpertDelta<T, Y>, TunedExpertDelta<Clustered<16>, T, Y>,
+                    TunedExpertDelta<Clustered<8>, T, Y>, TunedExpertDelta<Clustered<4>, T, Y>,
+                    TunedExpertDelta<Clustered<2>, T, Y>, ExpertPlanning, Delta<T, Y>, RowPlanning>();
   return made;
 }
 

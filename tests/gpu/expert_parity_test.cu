@@ -145,8 +145,7 @@ TEST_SUITE("gpu") {
     ExpertWeights<T> const weights(shape);
     Batch16 const batch(shape, weights, parity_routing(mixes()[0]));
     auto const want = batch.run(Form::automatic, Order::sorted);
-    auto const pairs = prepare<PairDelta<T>>(0);
-    REQUIRE(pairs);
+    Machine const pairs = ready_machine<PairDelta<T>>();
     std::vector<T> x(static_cast<std::size_t>(batch.rows()) * inner);
     for (std::int32_t row = 0; row < batch.rows(); ++row) {
       std::memcpy(x.data() + batch.device().place[static_cast<std::size_t>(row)] * inner, batch.x(row),
@@ -166,10 +165,10 @@ TEST_SUITE("gpu") {
       params.y = y.data() + first * hidden;
       params.y_row_stride = hidden;
       params.rows = offsets[static_cast<std::size_t>(e) + 1] - first;
-      DeviceArray<std::byte> const scratch(delta_scratch_bytes(lora, params.rows, *pairs));
+      DeviceArray<std::byte> const scratch(delta_scratch_bytes(lora, params.rows, pairs));
       params.scratch = scratch.data();
       params.scratch_bytes = scratch.bytes();
-      CUDA_OK(launch_delta(lora, params, *pairs, nullptr));
+      CUDA_OK(launch_delta(lora, params, pairs, nullptr));
       CUDA_OK(cudaDeviceSynchronize());
     }
     CHECK(same_bytes(batch.ordered(y.download(), hidden, Order::sorted, true), want[0]));

@@ -16,14 +16,7 @@ namespace {
 using Ints = std::vector<std::int32_t>;
 
 Machine const& planner() {
-  static Machine const made = [] {
-    auto result = prepare<ExpertPlanning>(0);
-    if (!result) {
-      MESSAGE(result.error().message);
-      std::abort();
-    }
-    return *result;
-  }();
+  static Machine const made = ready_machine<ExpertPlanning>();
   return made;
 }
 

@@ -25,14 +25,7 @@ namespace atlas_test {
 /// The machine with everything of overlays prepared.
 template <Element T, Element Y>
 Machine const& overlay_machine() {
-  static Machine const made = [] {
-    auto result = prepare<OverlayEmbed<T>, OverlayHead<T, Y>, RowDiff<T>, RowPlanning>(0);
-    if (!result) {
-      MESSAGE(result.error().message);
-      std::abort();
-    }
-    return *result;
-  }();
+  static Machine const made = ready_machine<OverlayEmbed<T>, OverlayHead<T, Y>, RowDiff<T>, RowPlanning>();
   return made;
 }
 

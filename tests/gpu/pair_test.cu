@@ -17,14 +17,7 @@ LoraPair<T, Rank> pair_of(Batch<T> const& batch) {
 
 template <std::int32_t Rank, Element T>
 std::vector<T> run_pair(Batch<T> const& batch) {
-  static Machine const machine = [] {
-    auto result = prepare<PairDelta<T, Rank>>(0);
-    if (!result) {
-      MESSAGE(result.error().message);
-      std::abort();
-    }
-    return *result;
-  }();
+  static Machine const machine = ready_machine<PairDelta<T, Rank>>();
   auto const y = batch.upload_y();
   DeltaParams<T> const routed = batch.params(y);
   auto const pair = pair_of<Rank>(batch);

@@ -50,7 +50,7 @@ class EngineStream {
 
 template <Element T>
 Machine const& machine_of() {
-  static Machine const made = ok(prepare<Delta<T>, RowPlanning>(0));
+  static Machine const made = ready_machine<Delta<T>, RowPlanning>();
   return made;
 }
 

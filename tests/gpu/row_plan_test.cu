@@ -11,14 +11,7 @@ namespace atlas_test {
 namespace {
 
 Machine const& planner() {
-  static Machine const made = [] {
-    auto result = prepare<RowPlanning>(0);
-    if (!result) {
-      MESSAGE(result.error().message);
-      std::abort();
-    }
-    return *result;
-  }();
+  static Machine const made = ready_machine<RowPlanning>();
   return made;
 }
 

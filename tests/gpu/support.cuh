@@ -123,16 +123,10 @@ using Clustered = Constant<DeltaTuning, DeltaTuning{256, Cluster, 2}>;
 
 template <Element T, Element Y>
 Machine const& machine() {
-  static Machine const made = [] {
-    auto result = prepare<Delta<T, Y>, SplitDelta<T, Y>, TunedDelta<Clustered<16>, T, Y>,
-                          TunedDelta<Clustered<8>, T, Y>, TunedDelta<Clustered<4>, T, Y>,
-                          TunedDelta<Clustered<2>, T, Y>, PrefillDelta<T, Y>, RowPlanning>(0);
-    if (!result) {
-      MESSAGE(result.error().message);
-      std::abort();
-    }
-    return *result;
-  }();
+  static Machine const made =
+      ready_machine<Delta<T, Y>, SplitDelta<T, Y>, TunedDelta<Clustered<16>, T, Y>,
+                    TunedDelta<Clustered<8>, T, Y>, TunedDelta<Clustered<4>, T, Y>,
+                    TunedDelta<Clustered<2>, T, Y>, PrefillDelta<T, Y>, RowPlanning>();
   return made;
 }
 
