@@ -158,7 +158,8 @@ TEST_SUITE("gpu") {
           if (mixed) row_slots = mixed_slots(rows, slots, static_cast<std::uint64_t>(rows));
           Batch<T> const batch(shape, row_slots);
           auto const want = batch.run(Form::split);
-          for (Form const form : {Form::automatic, Form::prefill_8, Form::prefill_4}) {
+          for (Form const form :
+               {Form::automatic, Form::prefill_8, Form::prefill_4, Form::prefill_2, Form::prefill_1}) {
             if (!runs<T, T>(form)) continue;
             for (bool const settled : {false, true}) {
               INFO(name(form) << ", rows " << rows << ", k_in " << shape.k_in << ", settled " << settled);

@@ -107,14 +107,17 @@ enum class Form {
   two_launches,
   split,
   prefill_8,
-  prefill_4
+  prefill_4,
+  prefill_2,
+  prefill_1
 };
-inline constexpr Form all_forms[] = {Form::automatic, Form::cluster_16, Form::cluster_8,
-                                     Form::cluster_4, Form::cluster_2,  Form::two_launches,
-                                     Form::split,     Form::prefill_8,  Form::prefill_4};
+inline constexpr Form all_forms[] = {Form::automatic, Form::cluster_16,   Form::cluster_8, Form::cluster_4,
+                                     Form::cluster_2, Form::two_launches, Form::split,     Form::prefill_8,
+                                     Form::prefill_4, Form::prefill_2,    Form::prefill_1};
 inline char const* name(Form form) {
-  constexpr char const* names[] = {"automatic",    "cluster 16", "cluster 8", "cluster 4", "cluster 2",
-                                   "two launches", "split",      "prefill 8", "prefill 4"};
+  constexpr char const* names[] = {"automatic", "cluster 16",   "cluster 8", "cluster 4",
+                                   "cluster 2", "two launches", "split",     "prefill 8",
+                                   "prefill 4", "prefill 2",    "prefill 1"};
   return names[static_cast<int>(form)];
 }
 
@@ -135,7 +138,9 @@ template <Element T, Element Y>
 bool runs(Form form) {
   if (form == Form::automatic || form == Form::two_launches || form == Form::split) return true;
   if (!has_clusters(machine<T, Y>().compute)) return false;
-  if (form == Form::prefill_8 || form == Form::prefill_4) return sizeof(T) == 2;
+  if (form == Form::prefill_8 || form == Form::prefill_4 || form == Form::prefill_2 ||
+      form == Form::prefill_1)
+    return sizeof(T) == 2;
   return form != Form::cluster_16 || machine<T, Y>().max_cluster >= 16;
 }
 
@@ -258,6 +263,8 @@ class Batch {
       case Form::cluster_2: CUDA_OK((launch_delta_tuned<Clustered<2>>(params, m, stream))); break;
       case Form::prefill_8: enqueue_prefill(params, 8, stream); break;
       case Form::prefill_4: enqueue_prefill(params, 4, stream); break;
+      case Form::prefill_2: enqueue_prefill(params, 2, stream); break;
+      case Form::prefill_1: enqueue_prefill(params, 1, stream); break;
       case Form::two_launches: CUDA_OK(launch_delta_in_two_launches(params, m, stream)); break;
       case Form::split: {
         ShrinkParams<T> shrink;

@@ -16,15 +16,16 @@ using namespace atlas::lora;
 static_assert(tiles_of_cluster(256, 32, 31) == Share{248, 256});
 static_assert(tiles_of_cluster(300, 32, 29) == Share{290, 300});
 static_assert(tiles_of_cluster(300, 32, 30) == Share{300, 300} && tiles_of_cluster(0, 32, 5) == Share{0, 0});
-// Eleven row tiles are six and five, not ten and one.
-static_assert(next_piece(1) == 1 && next_piece(10) == 10 && next_piece(11) == 6 && next_piece(4) == 4);
-static_assert(next_piece(21) == 7 && next_piece(80) == 10);
-// Ten row tiles of rank 64 are 40 sums: ten for each of four blocks, of 16 segments.
-static_assert(kept_sums(10, 2, 4) == 160 && kept_sums(10, 3, 4) == 80 && kept_sums(9, 3, 1) == 32);
-static_assert(kept_sums(1, 3, 4) == 16);
+// Nine row tiles are five and four, not eight and one.
+static_assert(next_piece(1) == 1 && next_piece(8) == 8 && next_piece(9) == 5 && next_piece(4) == 4);
+static_assert(next_piece(21) == 7 && next_piece(64) == 8);
+// Eight row tiles of rank 64 are 32 sums: eight for each of four blocks, of 16 segments; all for a block
+// without a cluster, of the four that its groups multiply at a time.
+static_assert(kept_sums(8, 2, 4) == 128 && kept_sums(8, 3, 4) == 64 && kept_sums(8, 0, 4) == 128);
+static_assert(kept_sums(1, 3, 4) == 16 && kept_sums(5, 3, 1) == 16 && kept_sums(8, 0, 1) == 32);
 static_assert(prefill_slab(1) == 1 && prefill_slab(4) == 4 && prefill_slab(9) == 4);
 
-TEST_CASE("clusters take every row tile once, in pieces of at most ten") {
+TEST_CASE("clusters take every row tile once, in pieces of at most eight") {
   for (std::int32_t const clusters : {1, 2, 31, 32, 33, 66, 132}) {
     for (std::int32_t tiles = 0; tiles < 700; ++tiles) {
       std::int32_t next = 0;
@@ -49,21 +50,34 @@ TEST_CASE("clusters take every row tile once, in pieces of at most ten") {
   }
 }
 
-TEST_CASE("units take every segment, rank tile and row tile once") {
-  for (std::int32_t segments = 0; segments <= 8; ++segments) {
+TEST_CASE("in the shrink a group's warps take every rank tile and row tile once") {
+  for (std::int32_t segments = 1; segments <= max_segments; ++segments) {
     for (std::int32_t ranks = 1; ranks <= slab_rank_tiles; ++ranks) {
       for (std::int32_t tiles = 1; tiles <= piece_tiles; ++tiles) {
         INFO(segments << " segments, " << ranks << " rank tiles, " << tiles << " row tiles");
-        ShrinkUnits const units(segments, ranks, tiles);
-        std::vector<int> times(static_cast<std::size_t>(segments * ranks * tiles), 0);
-        for (std::int32_t i = 0; i < units.count(); ++i) {
-          ShrinkUnit const unit = units.unit(i);
-          REQUIRE((unit.ranks.size() == 1 || unit.ranks.size() == 2));
-          REQUIRE((unit.tiles.size() >= 1 && unit.tiles.size() <= (unit.ranks.size() == 1 ? 3 : 2)));
-          for (std::int32_t r = unit.ranks.first; r < unit.ranks.last; ++r) {
-            for (std::int32_t t = unit.tiles.first; t < unit.tiles.last; ++t)
-              ++times.at(static_cast<std::size_t>((unit.segment * ranks + r) * tiles + t));
+        ShrinkSplit const split(segments, ranks, tiles);
+        REQUIRE(split.groups() * split.group_warps() == prefill_warps);
+        REQUIRE(split.groups() * split.group_blocks() == stage_blocks);
+        // There are kernels of one and of two blocks of a stage, of up to two row tiles, with one block and
+        // two rank tiles of up to four.
+        REQUIRE((split.group_blocks() == 1 || split.group_blocks() == 2));
+        REQUIRE(split.tile_step() <= (split.group_blocks() == 2 || ranks == 1 ? 2 : 4));
+        if (split.group_blocks() == 2 && ranks == 1) REQUIRE(split.tile_step() == 1);
+        // Rounds are of four groups, which fold at once.
+        REQUIRE((segments <= split.groups() || split.groups() == stage_blocks));
+        std::vector<int> times(static_cast<std::size_t>(split.groups() * ranks * tiles), 0);
+        for (std::int32_t warp = 0; warp < prefill_warps; ++warp) {
+          Share const own_ranks = split.ranks_of(warp);
+          Share const own_tiles = split.tiles_of(warp);
+          REQUIRE((own_ranks.size() <= 2 && own_tiles.size() <= split.tile_step()));
+          for (std::int32_t r = own_ranks.first; r < own_ranks.last; ++r) {
+            for (std::int32_t t = own_tiles.first; t < own_tiles.last; ++t)
+              ++times.at(static_cast<std::size_t>((split.group_of(warp) * ranks + r) * tiles + t));
           }
+          // A warp reads as many row tiles as its kernel is built for, wherever its own begin.
+          std::int32_t const built = split.tile_step() <= 2 ? 2 : 4;
+          if (own_tiles.size() > 0)
+            REQUIRE((own_tiles.first + built) * tile_rows * 4 <= stage_block_vectors(ranks));
         }
         for (int const t : times) REQUIRE(t == 1);
       }
@@ -71,18 +85,34 @@ TEST_CASE("units take every segment, rank tile and row tile once") {
   }
 }
 
-TEST_CASE("units are pairs as far as every warp has one") {
-  CHECK(ShrinkUnits(2, 4, 8).count() == 16);  // rank 64 in clusters of 8
-  CHECK(ShrinkUnits(2, 1, 8).count() == 8);   // rank 16: one each
-  CHECK(ShrinkUnits(4, 1, 2).count() == 8);   // 512 rows: 4 pairs would leave half of the warps idle
-  CHECK(ShrinkUnits(4, 4, 1).count() == 8);
-  CHECK(ShrinkUnits(2, 4, 1).count() == 8);  // neither ranks nor row tiles in pairs
-  CHECK(ShrinkUnits(2, 2, 1).count() == 4);
-  CHECK(ShrinkUnits(2, 1, 9).count() == 6);  // rank 16, 2048 rows: with pairs two warps had two units
+// Rank 16 has room in the 99 KB of sm_120, without a cluster and in clusters of four, and rank 64 in 227 KB.
+static_assert(PrefillShape(1, 8, 0, 3, 120).bytes(32) < 96 * 1024);
+static_assert(PrefillShape(1, 8, 2, 3, 120).bytes(32) < 96 * 1024);
+static_assert(PrefillShape(4, 8, 0, 3, 90).bytes(64) < 224 * 1024);
+static_assert(PrefillShape(4, 8, 2, 3, 100).bytes(64) < 224 * 1024);
+
+TEST_CASE("what is in shared memory does not overlap") {
+  for (std::int32_t ranks = 1; ranks <= 12; ++ranks) {
+    for (std::int32_t tiles = 1; tiles <= piece_tiles; ++tiles) {
+      for (std::int32_t cluster_log2 = 0; cluster_log2 <= 3; ++cluster_log2) {
+        for (std::int32_t stages = fewest_stages; stages <= most_stages; ++stages) {
+          std::int32_t const compute = stages == fewest_stages ? 120 : 90;
+          PrefillShape const shape(ranks, tiles, cluster_log2, stages, compute);
+          CHECK((piece_rows + shape.slab * tile_ranks) * 4 <= stage_block_vectors(shape.slab));
+          CHECK(shape.stage_bytes == 16 * stage_blocks * stage_block_vectors(shape.slab));
+          CHECK(stages * shape.stage_bytes <= 16 * shape.sums_begin);
+          CHECK(prefill_warps * warp_y_vectors(compute) <= shape.sums_begin);
+          CHECK(shape.sums_begin + sum_vectors * kept_sums(tiles, cluster_log2, shape.slab) ==
+                shape.xa_begin);
+          CHECK(shape.bytes(32) == static_cast<std::size_t>(shape.xa_begin * 16 + piece_rows * 64));
+        }
+      }
+    }
+  }
 }
 
 TEST_CASE("blocks of a cluster fold every sum once and keep its segments in places of their own") {
-  for (std::int32_t const cluster_log2 : {1, 2, 3}) {
+  for (std::int32_t const cluster_log2 : {0, 1, 2, 3}) {
     for (std::int32_t count = 1; count <= piece_tiles * slab_rank_tiles; ++count) {
       std::vector<int> times(static_cast<std::size_t>(count), 0);
       for (std::int32_t block = 0; block < 1 << cluster_log2; ++block) {
@@ -91,8 +121,8 @@ TEST_CASE("blocks of a cluster fold every sum once and keep its segments in plac
           std::int32_t const sum = block + (i << cluster_log2);
           ++times.at(static_cast<std::size_t>(sum));
           CHECK((sum >> cluster_log2) == i);
-          for (std::int32_t s = 0; s < max_segments; ++s)
-            ++used.at(static_cast<std::size_t>(sum_place(i, s)));
+          for (std::int32_t s = 0; s < sum_parts(cluster_log2); ++s)
+            ++used.at(static_cast<std::size_t>(i * sum_parts(cluster_log2) + s));
         }
         for (int const u : used) CHECK(u <= 1);
       }

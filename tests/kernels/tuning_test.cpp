@@ -31,11 +31,11 @@ static_assert(largest_cluster(120) == 8 && largest_cluster(121) == 8);
 static_assert(!uses_prefill(90, 256, 2) && uses_prefill(90, 257, 2) && uses_prefill(120, 1 << 30, 2));
 static_assert(!uses_prefill(89, 2048, 2) && !uses_prefill(90, 2048, 4));
 static_assert(uses_prefill(90, 4096, 2, 128) && !uses_prefill(90, 4095, 2, 128));
-static_assert(valid(prefill_tuning(257, 128)) && valid(prefill_tuning(2048, 128)));
-static_assert(prefill_tuning(1023, 128).cluster == 4 && prefill_tuning(1024, 128).cluster == 8);
-static_assert(prefill_tuning(4095, 128).cluster == 8 && prefill_tuning(4096, 128).cluster == 4);
-static_assert(prefill_tuning(2048, 127).cluster == 4 && prefill_tuning(512, 256).cluster == 4);
-static_assert(prefill_tuning(512, 257).cluster == 8 && prefill_tuning(8192, 448).cluster == 8);
+// Of 132 multiprocessors 66 clusters of two have up to eight row tiles; beyond, every block has some of its
+// own.
+static_assert(prefill_cluster(1, 132) == 8 && prefill_cluster(131, 132) == 8);
+static_assert(prefill_cluster(132, 132) == 2 && prefill_cluster(528, 132) == 2);
+static_assert(prefill_cluster(529, 132) == 1 && prefill_cluster(1 << 30, 132) == 1);
 
 TEST_CASE("the choice is total and never a cluster that the machine does not have") {
   for (std::int32_t const compute : {90, 100, 103, 120, 121}) {

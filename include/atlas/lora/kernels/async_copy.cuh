@@ -25,6 +25,25 @@ __device__ inline void copy_line_part(void* to_shared, void const* from, bool va
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
+/// Copies `bytes` of 16 bytes, all or none, to the shared address `to` and zeroes the others, where
+/// `condition` holds: one of the parts of whole lines of memory that lie in a row. It is fastest where `to`
+/// is aligned as `from` is, to 32 bytes at least.
+__device__ inline void copy_line_part_if(std::uint32_t to, void const* from, int bytes, bool condition) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\n"
+      "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n}" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(static_cast<int>(condition))
+      : "memory");
+}
+/// The 16 bytes at the shared address `from`.
+__device__ inline uint4 load_shared(std::uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
 /// Ends a group of this thread's copies.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `Newest` of this thread's newest groups are under way.

@@ -99,25 +99,25 @@ cudaError_t launch_splitting(Operands<T, Y> const& p, Source const& source, std:
                                     machine.resident_teams(tuning.cluster, two ? 2 : 1));
 }
 
-/// The prefill form in clusters of `tuning`; false, and nothing enqueued, where the machine cannot. Else
-/// `error` is what the launch returned.
+/// The prefill form in clusters of `cluster` blocks; false, and nothing enqueued, where the machine cannot.
+/// Else `error` is what the launch returned.
 template <Element T, Element Y, class Source>
-bool launch_prefill(Operands<T, Y> p, Source const& source, std::int32_t tiles, DeltaTuning const& tuning,
+bool launch_prefill(Operands<T, Y> p, Source const& source, std::int32_t tiles, std::int32_t cluster,
                     Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
+  DeltaTuning const tuning{prefill_warps * warp_threads, cluster, 1, 1};
   set_shape(p, tuning);
-  // A piece has no more row tiles than a cluster where all that run at once share them; how many run at once
-  // depends on the shared memory.
+  // A piece has no more row tiles than a cluster where all that run at once share them.
+  std::int64_t const share = divide_up(tiles, machine.resident_teams(cluster, 1));
+  auto const most = static_cast<std::int32_t>(std::min<std::int64_t>(share, piece_tiles));
   std::size_t shared = 0;
-  for (std::int32_t blocks = 2; blocks >= 1; --blocks) {
-    std::int64_t const share = divide_up(tiles, machine.resident_teams(tuning.cluster, blocks));
-    p.kept_sums = kept_sums(static_cast<std::int32_t>(std::min<std::int64_t>(share, piece_tiles)),
-                            p.shape.team[0].log2, prefill_slab(p.segment_rank_tiles));
-    shared = prefill_shared_bytes<T>(p.kept_sums, xa_shared_offset(p, p.num_projections));
-    if (shared <= shared_budget(machine, blocks)) break;
+  for (std::int32_t stages = most_stages; stages >= fewest_stages; --stages) {
+    p.prefill = PrefillShape(p.segment_rank_tiles, most, p.shape.team[0].log2, stages, machine.compute);
+    shared = sizeof(PrefillHead<T>) + p.prefill.bytes(xa_shared_offset(p, p.num_projections));
+    if (shared <= machine.shared_bytes_per_block) break;
   }
-  if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster) return false;
-  LaunchShape const shape = team_shape(tuning, tuning.blocks_per_multiprocessor, tiles, shared, machine);
-  error = launch(prefill_kernel<T, Y, Source>, shape, machine, stream, p, source);
+  if (shared > machine.shared_bytes_per_block || cluster > machine.max_cluster) return false;
+  error = launch(prefill_kernel<T, Y, Source>, team_shape(tuning, 1, tiles, shared, machine), machine, stream,
+                 p, source);
   return true;
 }
 
@@ -127,9 +127,11 @@ template <Element T, Element Y, class Source>
 bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t tiles, std::int32_t pairs,
                  Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
   if constexpr (sizeof(T) == 2) {
-    if (uses_prefill(machine.compute, p.rows, sizeof(T), pairs))
-      return launch_prefill(p, source, tiles, prefill_tuning(p.rows, total_output_tiles(p)), machine, stream,
-                            error);
+    if (!uses_prefill(machine.compute, p.rows, sizeof(T), pairs)) return false;
+    // A block of four keeps fewer sums than one of two; where neither has room, the kernel of few rows has.
+    for (std::int32_t const cluster : {prefill_cluster(tiles, machine.multiprocessors), 4}) {
+      if (launch_prefill(p, source, tiles, cluster, machine, stream, error)) return true;
+    }
   }
   return false;
 }
@@ -202,11 +204,9 @@ void visit_whole(Visit const& visit) {
 template <Element T, Element Y, class Source, class Visit>
 void visit_prefill(Visit const& visit) {
   if constexpr (sizeof(T) == 2) {
-    for (std::int32_t const outputs : {wide_prefill_outputs + 1, 1}) {
-      DeltaTuning const tuning = prefill_tuning(most_decode_rows + 1, outputs);
-      visit(reinterpret_cast<void const*>(&prefill_kernel<T, Y, Source>), tuning.cluster, tuning.threads,
-            tuning.blocks_per_multiprocessor);
-    }
+    for (std::int32_t const cluster : {8, 4, 2, 1})
+      visit(reinterpret_cast<void const*>(&prefill_kernel<T, Y, Source>), cluster,
+            prefill_warps * warp_threads, 1);
   }
 }
 
@@ -315,8 +315,8 @@ struct PrefillDelta {
   }
 };
 
-/// The delta in the prefill kernel, however many rows there are, in clusters of `cluster` blocks, 4 or 8;
-/// prepared as `PrefillDelta<T, Y>`. 16-bit types only. Same bits as every other form.
+/// The delta in the prefill kernel, however many rows there are, in clusters of `cluster` blocks, 1, 2, 4 or
+/// 8; prepared as `PrefillDelta<T, Y>`. 16-bit types only. Same bits as every other form.
 template <Element T, Element Y>
 [[nodiscard]] ATLAS_HIDDEN cudaError_t launch_delta_prefill(DeltaParams<T, Y> const& params,
                                                             std::int32_t cluster, Machine const& machine,
@@ -324,12 +324,13 @@ template <Element T, Element Y>
   static_assert(sizeof(T) == 2, "float has no prefill kernel");
   detail::Operands<T, Y> p;
   bool const prepared = machine.prepared(operation_id<PrefillDelta<T, Y>>());
-  bool const possible = has_clusters(machine.compute) && (cluster == 4 || cluster == 8);
+  bool const possible =
+      has_clusters(machine.compute) && (cluster == 1 || cluster == 2 || cluster == 4 || cluster == 8);
   if (!prepared || !possible || !detail::complete(p, params)) return cudaErrorInvalidValue;
   if (detail::idle(p)) return cudaSuccess;
   cudaError_t error = cudaErrorInvalidValue;
-  detail::launch_prefill(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups),
-                         DeltaTuning{256, cluster, 2, 2}, machine, stream, error);
+  detail::launch_prefill(p, detail::PlanSource{}, max_row_tiles(p.rows, p.plan.max_groups), cluster, machine,
+                         stream, error);
   return error;
 }
 

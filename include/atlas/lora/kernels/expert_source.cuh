@@ -56,7 +56,7 @@ struct ExpertSource {
   template <Element Y>
   __device__ std::int32_t load(Piece<T>& piece, Operands<T, Y> const& p, std::int32_t first,
                                std::int32_t most) const {
-    int const lane = lane_index();
+    int const lane = thread_here() % warp_threads;
     int4 words = make_int4(base_slot, -1, 0, 0);
     if (lane < most) words = *reinterpret_cast<int4 const*>(plan.groups + first + lane);
     std::int32_t const slot = __shfl_sync(0xffffffffu, words.x, 0);

@@ -34,6 +34,12 @@ __device__ inline int thread_here() {
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
+/// `value`, which the compiler then keeps in a register and does not work out again.
+__device__ inline int in_register(int value) {
+  int kept;
+  asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(value));
+  return kept;
+}
 /// This thread's warp, which the compiler then knows to be the same for all its lanes.
 __device__ inline int warp_index() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / warp_threads, 0);
@@ -82,6 +88,21 @@ __device__ inline void load_if(Pack<T>& pack, T const* p, bool condition) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                  : "+r"(pack.word[i]), "+r"(pack.word[i + 1]), "+r"(pack.word[i + 2]), "+r"(pack.word[i + 3])
                  : "l"(address + static_cast<std::size_t>(i) * 4), "r"(static_cast<int>(condition)));
+  }
+}
+
+/// Stores a pack at `p` in global memory, which is 16-byte aligned, where `condition` holds.
+template <Element T>
+__device__ inline void store_if(T* p, Pack<T> const& pack, bool condition) {
+  auto const address = __cvta_generic_to_global(p);
+#pragma unroll
+  for (int i = 0; i < Pack<T>::words; i += 4) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p st.global.v4.u32 [%4], {%0, %1, %2, %3};\n}" ::"r"(
+            pack.word[i]),
+        "r"(pack.word[i + 1]), "r"(pack.word[i + 2]), "r"(pack.word[i + 3]),
+        "l"(address + static_cast<std::size_t>(i) * 4), "r"(static_cast<int>(condition))
+        : "memory");
   }
 }
 

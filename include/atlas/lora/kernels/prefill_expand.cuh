@@ -30,12 +30,12 @@ namespace atlas::lora::inline v0::detail {
 struct OutputSums {
   float c[4][4] = {};
 
-  /// Adds one block of the rank: `b` as `expand_outputs` loads it, `xa` the lane's vectors of the rows in
-  /// shared memory.
+  /// Adds one block of the rank: `b` as `expand_outputs` loads it, `xa` the shared address of the lane's
+  /// vectors of the rows.
   template <Element T>
-  __device__ void add(Pack<T> const (&b)[4], uint4 const* xa) {
-    uint4 const first = xa[0];
-    uint4 const second = xa[warp_threads];
+  __device__ void add(Pack<T> const (&b)[4], std::uint32_t xa) {
+    uint4 const first = load_shared(xa);
+    uint4 const second = load_shared(xa + warp_threads * 16);
 #pragma unroll
     for (int m = 0; m < 4; ++m)
       mma_m16n8k16<T>(c[m], first.x, first.y, first.z, first.w, b[m].word[0], b[m].word[1]);
@@ -68,17 +68,22 @@ struct OutputSums {
 /// The expand of a block.
 template <class Source, Element T, Element Y>
 class PrefillExpand {
+ private:
+  static constexpr int row_groups = piece_rows / row_group;
+
  public:
   __device__ PrefillExpand(Operands<T, Y> const& p, PrefillShared<T> const& shared)
       : p_(p), shared_(shared) {}
 
-  /// B of an output tile at up to two blocks of the rank. With one, the second place is the next output
-  /// tile's; with more than two, it takes what comes behind the first again for every group of rows.
+  /// B of an output tile at up to two blocks of the rank. With more than two, the second place takes what
+  /// comes behind the first again for every group of rows.
   struct Weights {
     Pack<T> b[2][4];
   };
-  /// Where in a projection's outputs and rows: an output tile and a group of rows.
-  struct Place {
+  /// What is asked for before xa is there: B of the warp's first output tile, and y up to an output tile and
+  /// a group of rows.
+  struct Begun {
+    Weights weights;
     std::int32_t output_tile;
     std::int32_t group;
   };
@@ -86,17 +91,20 @@ class PrefillExpand {
   /// Puts down what `begin` needs; a barrier of the block, or the cluster's, lies between.
   __device__ void prepare(Piece<T>& piece) const { place_rows(piece, next_projection(piece, 0)); }
   /// Asks for what the warp's first output tile needs of a piece, in its first projection that adapts.
-  __device__ void begin(Weights& weights, Piece<T> const& piece) {
-    load_first(weights, target_of(piece, next_projection(piece, 0)));
+  __device__ void begin(Begun& begun, Piece<T> const& piece) const {
+    load_first(begun, target_of(piece, next_projection(piece, 0)));
   }
 
-  /// Expands the block's output tiles of a piece and folds them into y. `weights` is what `begin` asked for.
-  __device__ void all(Weights& weights, Piece<T>& piece) {
+  /// Expands the block's output tiles of a piece and folds them into y. `begun` is what `begin` asked for.
+  __device__ void all(Begun& begun, Piece<T>& piece) const {
 #pragma unroll 1
     for (int i = next_projection(piece, 0);;) {
       Target const target = target_of(piece, i);
-      if (target.wide) {
-        expand(weights, target);
+      bool const plain = target.rank <= 2 * block_elements && piece.cell[target.projection].bias == nullptr;
+      if (target.wide && plain) {
+        expand<true>(begun, target);
+      } else if (target.wide) {
+        expand<false>(begun, target);
       } else {
         expand_narrow(p_, shared_.xa, piece, i);
       }
@@ -105,15 +113,25 @@ class PrefillExpand {
       __syncthreads();
       place_rows(piece, i);
       __syncthreads();
-      load_first(weights, target_of(piece, i));
+      load_first(begun, target_of(piece, i));
     }
   }
 
  private:
-  static constexpr int ahead = prefill_y_ahead<Y>;
-  /// Vectors of xa of a block of the rank, and of a group of rows.
-  static constexpr int block_vectors = piece_rows / row_group * 2 * warp_threads;
-  static constexpr int group_vectors = 2 * warp_threads;
+  /// Bytes of xa of a group of rows, and of a block of the rank.
+  static constexpr std::uint32_t group_bytes = 2 * warp_threads * 16;
+  static constexpr std::uint32_t block_bytes = row_groups * group_bytes;
+  /// Bytes of y on its way: of a lane's vectors of a row, and of a group of rows.
+  static constexpr std::uint32_t lane_bytes = pack_elements * sizeof(Y);
+  static constexpr std::uint32_t y_row_bytes = warp_threads * lane_bytes;
+  static constexpr std::uint32_t y_group_bytes = 2 * y_row_bytes;
+#ifdef __CUDA_ARCH__
+  static constexpr std::int32_t y_vectors = warp_y_vectors(__CUDA_ARCH__ / 10);
+#else
+  static constexpr std::int32_t y_vectors = warp_y_vectors(90);
+#endif
+  /// Groups of rows of y that are on their way to a warp.
+  static constexpr int ahead = static_cast<int>(y_vectors * 16 / y_group_bytes);
 
   /// The first projection from `i` on that adapts.
   __device__ int next_projection(Piece<T> const& piece, int i) const {
@@ -143,8 +161,10 @@ class PrefillExpand {
   __device__ void load_b(Pack<T> (&b)[4], Target const& target, std::int32_t output_tile,
                          std::int32_t j) const {
     RouteCell<T> const& cell = target.piece.cell[target.projection];
-    std::int32_t const n = output_tile * tile_outputs + output_of(lane_index(), 0);
-    j += quad() * pack_elements;
+    // The thread is asked for again, so that nothing that follows from it is held through the shrink.
+    int const lane = thread_here() % warp_threads;
+    std::int32_t const n = output_tile * tile_outputs + output_of(lane, 0);
+    j += lane % 4 * pack_elements;
     std::int32_t const left = output_tile < target.own.last ? target.rank - j : 0;
     T const* const from = cell.b + j;
     auto const row = [&](int m) {
@@ -155,6 +175,10 @@ class PrefillExpand {
       b[m] = Pack<T>{};
       load_if(b[m], row(m), left > 0);
     }
+  }
+  __device__ void load_weights(Weights& weights, Target const& target, std::int32_t output_tile) const {
+    load_b(weights.b[0], target, output_tile, 0);
+    load_b(weights.b[1], target, output_tile, block_elements);
   }
   /// Zeroes what stands beyond the rank in B from rank `j` on.
   static __device__ void keep_rank(Pack<T> (&b)[4], std::int32_t rank, std::int32_t j) {
@@ -176,132 +200,136 @@ class PrefillExpand {
   struct Rows {
     Y* y[2];
   };
-  static __device__ Rows rows_of(Piece<T> const& piece, std::int32_t group_index) {
-    auto const* const rows = reinterpret_cast<ulonglong2 const*>(piece.y_row);
-    ulonglong2 const pair = rows[group_index * (row_group / 2) + group()];
-    return {{reinterpret_cast<Y*>(pair.x), reinterpret_cast<Y*>(pair.y)}};
+  static __device__ Rows rows_of(std::uint32_t rows, std::int32_t group_index) {
+    uint4 const v = load_shared(rows + group_index * row_group * 8);
+    return {{reinterpret_cast<Y*>(std::uint64_t{v.y} << 32 | v.x),
+             reinterpret_cast<Y*>(std::uint64_t{v.w} << 32 | v.z)}};
   }
-
-  /// Place `slot` of this lane's y on its way: its first row's, the second's is `slot_row` elements further.
-  /// A whole warp calls it.
-  __device__ Y* slot_of(int slot) const {
-    int const at = (warp_index() * ahead + slot) * 2 * warp_threads + lane_index();
-    return reinterpret_cast<Y*>(shared_.y) + at * pack_elements;
+  /// The shared address of the first group's.
+  static __device__ std::uint32_t rows_place(Piece<T> const& piece) {
+    return shared_address(piece.y_row) + group() * 16;
   }
-  static constexpr int slot_row = warp_threads * pack_elements;
-
-  /// Asks for the y of the place that `ahead_` names, into `slot`, and goes on to the next one. What a lane
-  /// asks for no other lane reads.
-  __device__ void load_y(Target const& target, std::int32_t groups, int slot) {
-    std::int32_t const n = ahead_.output_tile * tile_outputs + quad() * pack_elements;
-    Y* const place = slot_of(slot);
-    if (ahead_.output_tile < target.own.last && n < target.n_out) {
-      Rows const rows = rows_of(target.piece, ahead_.group);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (rows.y[i] == nullptr) continue;
-        auto* const to = reinterpret_cast<uint4*>(place + i * slot_row);
-        auto const* const from = reinterpret_cast<uint4 const*>(rows.y[i] + n);
-#pragma unroll
-        for (int part = 0; part < Pack<Y>::words / 4; ++part) copy_16_async(to + part, from + part, true);
-      }
-    }
-    commit_copies();
-    if (++ahead_.group < groups) return;
-    ahead_.group = 0;
-    ahead_.output_tile += prefill_warps;
+  /// The shared address of this lane's y on its way, of its first row; the second's is `y_row_bytes` further.
+  __device__ std::uint32_t y_place() const {
+    return shared_address(shared_.ring) + warp_index() * y_vectors * 16 + lane_index() * lane_bytes;
   }
-
   /// Groups of rows of a piece.
   static __device__ std::int32_t groups_of(Piece<T> const& piece) {
     return (piece.tiles * tile_rows + row_group - 1) / row_group;
   }
 
-  /// B and y for what the warp does first of a projection, nothing where vectors cannot load them.
-  __device__ void load_first(Weights& weights, Target const& target) {
-    ahead_ = {target.wide ? target.own.first + warp_index() : target.own.last, 0};
-    load_b(weights.b[0], target, ahead_.output_tile, 0);
-    load_b(weights.b[1], target, ahead_.output_tile, block_elements);
-#pragma unroll 1
-    for (int i = 0; i < ahead; ++i) load_y(target, groups_of(target.piece), i);
+  /// Asks for the y that `begun` names, to `place`, and goes on to the next one. What a lane asks for no
+  /// other lane reads.
+  __device__ static void load_y(Begun& begun, std::int32_t outputs_last, std::int32_t n_out,
+                                std::uint32_t rows, std::int32_t groups, std::uint32_t place) {
+    std::int32_t const n = begun.output_tile * tile_outputs + quad() * pack_elements;
+    bool const inside = begun.output_tile < outputs_last && n < n_out;
+    Rows const at = rows_of(rows, begun.group);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int part = 0; part < static_cast<int>(lane_bytes) / 16; ++part)
+        copy_line_part_if(place + i * y_row_bytes + part * 16,
+                          reinterpret_cast<uint4 const*>(at.y[i] + n) + part, 16,
+                          inside && at.y[i] != nullptr);
+    }
+    commit_copies();
+    if (++begun.group < groups) return;
+    begun.group = 0;
+    begun.output_tile += prefill_warps;
   }
 
-  /// Expands the warp's output tiles of one projection, the first of which was asked for.
-  __device__ void expand(Weights& weights, Target const& target) {
-    bool const one_block = target.rank <= block_elements;
+  /// B and y for what the warp does first of a projection, nothing where vectors cannot load them.
+  __device__ void load_first(Begun& begun, Target const& target) const {
+    begun.output_tile = target.wide ? target.own.first + warp_index() : target.own.last;
+    begun.group = 0;
+    load_weights(begun.weights, target, begun.output_tile);
     std::int32_t const groups = groups_of(target.piece);
-    bool const biased = target.piece.cell[target.projection].bias != nullptr;
-    uint4 const* const xa = shared_.xa +
-                            xa_vector(p_.shape.xa_offset[target.projection] / block_elements, 0, 0, 0) +
-                            lane_index();
-    int slot = 0;
 #pragma unroll 1
-    for (std::int32_t t = target.own.first + warp_index(); t < target.own.last; t += prefill_warps) {
-      std::int32_t const next = t + prefill_warps;
+    for (int i = 0; i < ahead; ++i)
+      load_y(begun, target.own.last, target.n_out, rows_place(target.piece), groups,
+             y_place() + i * y_group_bytes);
+  }
+
+  /// Expands the warp's output tiles of one projection, the first of which was asked for. `Plain` ones have
+  /// no bias and at most two blocks of the rank: what is seldom does not stand in their loop.
+  template <bool Plain>
+  __device__ void expand(Begun& begun, Target const& target) const {
+    std::int32_t const groups = groups_of(target.piece);
+    float const scale = target.piece.cell[target.projection].scale;
+    std::int32_t const n_out = target.n_out;
+    std::int32_t const last = target.own.last;
+    std::uint32_t const first_xa =
+        shared_address(shared_.xa +
+                       xa_vector(p_.shape.xa_offset[target.projection] / block_elements, 0, 0, 0)) +
+        lane_index() * 16;
+    std::uint32_t const rows = rows_place(target.piece);
+    std::uint32_t const first_place = y_place();
+    std::uint32_t place = first_place;
+    Weights& weights = begun.weights;
+#pragma unroll 1
+    for (std::int32_t t = target.own.first + warp_index(); t < last; t += prefill_warps) {
+      Weights next;
+      load_weights(next, target, t + prefill_warps);
       keep_rank(weights.b[0], target.rank, 0);
-      if (one_block) {
-        load_b(weights.b[1], target, next, 0);
-      } else {
-        keep_rank(weights.b[1], target.rank, block_elements);
-      }
+      keep_rank(weights.b[1], target.rank, block_elements);
+      std::int32_t const n = t * tile_outputs + quad() * pack_elements;
 #pragma unroll 1
       for (std::int32_t g = 0; g < groups; ++g) {
         OutputSums sums;
-        add_ranks(sums, weights, target, t, xa + g * group_vectors);
-        if (biased) add_bias(sums, target, t);
+        std::uint32_t const xa = first_xa + g * group_bytes;
+        sums.add(weights.b[0], xa);
+        if constexpr (Plain) {
+          if (target.rank > block_elements) sums.add(weights.b[1], xa + block_bytes);
+        } else {
+          add_ranks(sums, weights, target, t, xa);
+          add_bias(sums, target, t);
+        }
+        Rows const at = rows_of(rows, g);
         wait_copies<ahead - 1>();
-        fold(sums, target, t, g, slot);
-        load_y(target, groups, slot);
-        slot = slot == ahead - 1 ? 0 : slot + 1;
-      }
-      if (one_block) {
 #pragma unroll
-        for (int m = 0; m < 4; ++m) weights.b[0][m] = weights.b[1][m];
-      } else {
-        load_b(weights.b[0], target, next, 0);
-        load_b(weights.b[1], target, next, block_elements);
+        for (int i = 0; i < 2; ++i) {
+          Pack<Y> const before = load_y_pack(place + i * y_row_bytes);
+          store_if(at.y[i] + n, folded(before, sums.template delta<T>(i), scale),
+                   n < n_out && at.y[i] != nullptr);
+        }
+        load_y(begun, last, n_out, rows, groups, place);
+        place += y_group_bytes;
+        if (place == first_place + ahead * y_group_bytes) place = first_place;
       }
+      weights = next;
     }
   }
-
-  /// The sums over the rank of an output tile and a group of rows, of which `xa` are the lane's first
-  /// vectors.
-  __device__ void add_ranks(OutputSums& sums, Weights& weights, Target const& target,
-                            std::int32_t output_tile, uint4 const* xa) const {
-    sums.add(weights.b[0], xa);
-    if (target.rank <= block_elements) return;
-    if (target.rank <= 2 * block_elements) {
-      sums.add(weights.b[1], xa + block_vectors);
-      return;
+  static __device__ Pack<Y> load_y_pack(std::uint32_t from) {
+    Pack<Y> pack;
+#pragma unroll
+    for (int i = 0; i < Pack<Y>::words; i += 4) {
+      uint4 const v = load_shared(from + i * 4);
+      pack.word[i] = v.x;
+      pack.word[i + 1] = v.y;
+      pack.word[i + 2] = v.z;
+      pack.word[i + 3] = v.w;
     }
+    return pack;
+  }
+
+  /// Adds what comes behind the first block of the rank; `xa` is the shared address of the lane's first
+  /// vectors of a group of rows.
+  __device__ void add_ranks(OutputSums& sums, Weights& weights, Target const& target,
+                            std::int32_t output_tile, std::uint32_t xa) const {
 #pragma unroll 1
     for (std::int32_t j = block_elements; j < target.rank; j += block_elements) {
-      xa += block_vectors;
+      xa += block_bytes;
       load_b(weights.b[1], target, output_tile, j);
       keep_rank(weights.b[1], target.rank, j);
       sums.add(weights.b[1], xa);
     }
   }
   __device__ static void add_bias(OutputSums& sums, Target const& target, std::int32_t output_tile) {
-    sums.add_bias(target.piece.cell[target.projection].bias,
-                  output_tile * tile_outputs + quad() * pack_elements, target.n_out);
+    T const* const bias = target.piece.cell[target.projection].bias;
+    if (bias != nullptr)
+      sums.add_bias(bias, output_tile * tile_outputs + quad() * pack_elements, target.n_out);
   }
-  /// Rounds the delta of a group of rows at an output tile and folds it into y, which is in `slot`.
-  __device__ void fold(OutputSums const& sums, Target const& target, std::int32_t output_tile,
-                       std::int32_t group_index, int slot) const {
-    std::int32_t const n = output_tile * tile_outputs + quad() * pack_elements;
-    float const scale = target.piece.cell[target.projection].scale;
-    Rows const rows = rows_of(target.piece, group_index);
-    Y const* const place = slot_of(slot);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (rows.y[i] == nullptr || n >= target.n_out) continue;
-      __builtin_assume(__isGlobal(rows.y[i]));
-      store_vectors(rows.y[i] + n,
-                    folded(load_vectors(place + i * slot_row), sums.template delta<T>(i), scale));
-    }
-  }
-
   /// The same of operands that vectors cannot load: a call, so that it takes no registers where they can.
   static __device__ __noinline__ void expand_narrow(Operands<T, Y> const& p, uint4 const* xa,
                                                     Piece<T> const& piece, int projection) {
@@ -327,7 +355,7 @@ class PrefillExpand {
             std::int64_t const output = first + output_of(lane_index(), m);
             b[m] = load_elements(cell.b + output * cell.b_row_stride + j, output < n_out ? rank - j : 0);
           }
-          sums.add(b, xa + xa_vector(block + i, row, 0, 0) + lane_index());
+          sums.add(b, shared_address(xa + xa_vector(block + i, row, 0, 0) + lane_index()));
         }
         if (cell.bias != nullptr) sums.add_bias(cell.bias, n, n_out);
 #pragma unroll
@@ -345,7 +373,7 @@ class PrefillExpand {
 
   Operands<T, Y> const& p_;
   PrefillShared<T> shared_;
-  Place ahead_{};  ///< whose y is asked for next
+  ///< whose y is asked for next
 };
 
 }  // namespace atlas::lora::inline v0::detail

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: AGPL-3.0-only
 //
 // The delta of many rows in one launch, for 16-bit types. A cluster works on one piece after another, up to
-// 80 rows of a slot that read the slot's weights together: each of its blocks multiplies a share of the
+// 64 rows of a slot that read the slot's weights together: each of its blocks multiplies a share of the
 // segments, folds a share of the sums, whose xa it gives to all blocks, and expands a share of the output
-// tiles.
+// tiles. Where there are row tiles enough, every block is without a cluster and does all of a piece.
 //
-// x and weights go from memory straight to registers, always some blocks ahead; chunks fold there too. y
-// comes through shared memory, several groups of rows ahead, each lane's own. Between blocks there are two
-// barriers a slab of ranks: before the first a block's segment sums are on their way to the blocks that fold
-// them, before the second xa to all.
+// x and A come through shared memory, some stages ahead, and are read from there by all warps that multiply
+// them. y has the same memory in the expand, several groups of rows ahead, each lane's own. Between blocks
+// there are two barriers a slab of ranks: before the first a block's segment sums are on their way to the
+// blocks that fold them, before the second xa to all.
 //   - A block writes sums of a slab after the second barrier of the one before, when all have folded it.
 //   - A block writes xa after a first barrier, when all have expanded the piece before.
-// So nothing needs two buffers, and no block writes to another after the last barrier.
+// So sums and xa need no second buffer, and no block writes to another after the last barrier.
 #pragma once
 
 #include <cstddef>
@@ -94,9 +94,21 @@ __device__ void prefetch_weights(Piece<T> const& piece, Operands<T, Y> const& p)
   }
 }
 
+/// What lies between the halves of an exchange: the cluster's barrier, or the block's where it is `lone`.
+__device__ inline void exchange_arrive(bool lone) {
+  if (!lone) cluster_arrive();
+}
+__device__ inline void exchange_wait(bool lone) {
+  if (lone) {
+    __syncthreads();
+  } else {
+    cluster_wait();
+  }
+}
+
 /// The whole delta of many rows. The grid is a multiple of the cluster, whose size is `p.shape`'s.
 template <Element T, Element Y, class Source>
-__global__ void __launch_bounds__(prefill_warps* warp_threads, 2)
+__global__ void __launch_bounds__(prefill_warps* warp_threads, 1)
     prefill_kernel(__grid_constant__ Operands<T, Y> const p, __grid_constant__ Source const source) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ float4 dynamic[];
@@ -108,40 +120,49 @@ __global__ void __launch_bounds__(prefill_warps* warp_threads, 2)
     left = tiles_of_cluster(max(source.num_tiles(p), 0),
                             static_cast<std::int32_t>(gridDim.x) >> p.shape.team[0].log2,
                             static_cast<std::int32_t>(blockIdx.x) >> p.shape.team[0].log2);
+    shared.head->slab = 0;
     __syncwarp();
-    find_piece(shared.piece(0), left, p, source);
+    find_piece(shared.piece(), left, p, source);
   }
   PrefillShrink<Source, T, Y> shrink(p, shared);
   PrefillExpand<Source, T, Y> expand(p, shared);
   __syncthreads();
   // Weights do not depend on the launches before; by the time these end they are in L2.
-  prefetch_weights(shared.piece(0), p);
+  prefetch_weights(shared.piece(), p);
   cluster_wait();
   if (p.inputs_settled) enter();
-  std::int32_t const slab_tiles = prefill_slab(p.segment_rank_tiles);
-  // The next piece is found while warps may still be at the last one, so there are three.
-  for (int at = 0; shared.piece(at).exists != 0; at = shared.after(at)) {
-#pragma unroll 1
-    for (std::int32_t slab = 0;; slab += slab_tiles) {
-      std::int32_t const ranks = min(slab_tiles, shared.piece(at).first_rank_tile[max_projections] - slab);
-      shrink.multiply(shared.piece(at), slab, ranks);
-      if (slab == 0) expand.prepare(shared.piece(at));
-      cluster_arrive();
-      if (slab == 0 && warp_index() == prefill_warps - 1)
-        find_piece(shared.piece(shared.after(at)), left, p, source);
-      cluster_wait();
-      shrink.fold(shared.piece(at), slab, ranks);
-      cluster_arrive();
-      if (slab + ranks == shared.piece(at).first_rank_tile[max_projections]) break;
-      cluster_wait();
+  bool const lone = p.shape.team[0].log2 == 0;
+  while (shared.piece().exists != 0) {
+    // The slab is in shared memory, where it takes no register of the warps that multiply.
+    for (;;) {
+      std::int32_t const slab = shared.head->slab;
+      std::int32_t const ranks = min(p.prefill.slab, shared.piece().first_rank_tile[max_projections] - slab);
+      shrink.multiply(shared.piece(), slab, ranks);
+      if (shared.head->slab == 0) expand.prepare(shared.piece());
+      exchange_arrive(lone);
+      if (shared.head->slab == 0 && warp_index() == prefill_warps - 1)
+        find_piece(shared.next(), left, p, source);
+      exchange_wait(lone);
+      shrink.fold(shared.piece(), shared.head->slab, ranks);
+      // Asked before arriving: the first thread goes on to the next slab when all have.
+      bool const last = shared.head->slab + ranks == shared.piece().first_rank_tile[max_projections];
+      exchange_arrive(lone);
+      if (last) break;
+      exchange_wait(lone);
+      if (threadIdx.x == 0) shared.head->slab += p.prefill.slab;
+      __syncthreads();
     }
     // B and y of this warp's first output tile are on their way while xa crosses.
-    typename PrefillExpand<Source, T, Y>::Weights weights;
-    expand.begin(weights, shared.piece(at));
-    cluster_wait();
-    prefetch_x(shared.piece(shared.after(at)), p);
-    prefetch_weights(shared.piece(shared.after(at)), p);
-    expand.all(weights, shared.piece(at));
+    typename PrefillExpand<Source, T, Y>::Begun begun;
+    expand.begin(begun, shared.piece());
+    exchange_wait(lone);
+    prefetch_x(shared.next(), p);
+    prefetch_weights(shared.next(), p);
+    expand.all(begun, shared.piece());
+    // The ring is y's until here, and the piece the last one.
+    __syncthreads();
+    shared.go_on();
+    __syncthreads();
   }
 #endif
 }

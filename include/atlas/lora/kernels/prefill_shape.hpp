@@ -14,11 +14,11 @@
 namespace atlas::lora::inline v0 {
 
 /// Most row tiles of a piece: neighbours of one slot that read the slot's weights together.
-inline constexpr std::int32_t piece_tiles = 10;
+inline constexpr std::int32_t piece_tiles = 8;
 /// Most rows of a piece.
 inline constexpr std::int32_t piece_rows = piece_tiles * tile_rows;
 /// Warps of a block of the prefill form.
-inline constexpr std::int32_t prefill_warps = 8;
+inline constexpr std::int32_t prefill_warps = 16;
 
 /// The row tiles of cluster `cluster` of `clusters`, of `num_tiles` in all: neighbours, so that weights are
 /// read once for many of them. All clusters but the last ones have the same number.
@@ -36,54 +36,68 @@ inline constexpr std::int32_t prefill_warps = 8;
   return static_cast<std::int32_t>(divide_up(left, divide_up(left, piece_tiles)));
 }
 
-/// What a warp of a block multiplies at a time in the shrink of a piece.
-struct ShrinkUnit {
-  std::int32_t segment = 0;  ///< counted from the block's first
-  Share ranks;               ///< one or two rank tiles of the slab
-  Share tiles;               ///< one to three row tiles of the piece
-};
+/// Blocks of k whose x and A are fetched together, a stage.
+inline constexpr std::int32_t stage_blocks = 4;
+/// Rank tiles that are multiplied, and exchanged, at once, of a launch whose slots have at most `rank_tiles`.
+[[nodiscard]] ATLAS_HD constexpr std::int32_t prefill_slab(std::int32_t rank_tiles) noexcept {
+  return rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
+}
 
-/// The units of a block: its `segments` by `ranks` rank tiles by `tiles` row tiles, pairs of rank tiles and
-/// of row tiles as far as that leaves every warp a unit, three row tiles where that gives none a second.
-/// Units that share operands are neighbours, so that the warps that take them find each other's in L1.
-class ShrinkUnits {
+/// How the warps of a block share the shrink of a slab: groups multiply a segment each at a time, and in a
+/// group each warp has rank tiles, in pairs, and row tiles of its own.
+class ShrinkSplit {
  public:
-  ATLAS_HD constexpr ShrinkUnits(std::int32_t segments, std::int32_t ranks, std::int32_t tiles) noexcept
-      : segments_(segments), ranks_(ranks), tiles_(tiles) {
-    std::int32_t const pairs = segments * half(ranks) * half(tiles);
-    rank_step_ = segments * half(ranks) * tiles < prefill_warps ? 1 : 2;
-    bool const thirds = ranks == 1 && pairs > prefill_warps && segments * ((tiles + 2) / 3) <= prefill_warps;
-    tile_step_ = pairs < prefill_warps ? 1 : thirds ? 3 : 2;
-    rank_groups_ = rank_step_ == 2 ? half(ranks) : ranks;
-    tile_groups_ = (tiles + tile_step_ - 1) / tile_step_;
+  /// Of a block that has at most `segments` segments; of `ranks` rank tiles by `tiles` row tiles.
+  ATLAS_HD constexpr ShrinkSplit(std::int32_t segments, std::int32_t ranks, std::int32_t tiles) noexcept
+      : groups_log2_(segments <= 2 ? 1 : 2), ranks_(ranks), tiles_(tiles) {
+    row_parts_log2_ = warps_log2 - groups_log2_ - (ranks > 2 ? 1 : 0);
+    tile_step_ = (tiles + (1 << row_parts_log2_) - 1) >> row_parts_log2_;
   }
 
-  /// How many there are.
-  [[nodiscard]] ATLAS_HD constexpr std::int32_t count() const noexcept {
-    return segments_ * rank_groups_ * tile_groups_;
+  /// How many groups there are.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t groups() const noexcept { return 1 << groups_log2_; }
+  /// Blocks of k that a group has of a stage.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t group_blocks() const noexcept {
+    return stage_blocks >> groups_log2_;
   }
-  /// The `index`-th.
-  [[nodiscard]] ATLAS_HD constexpr ShrinkUnit unit(std::int32_t index) const noexcept {
-    std::int32_t const above = index / tile_groups_;
-    std::int32_t const segment = above / rank_groups_;
-    return {segment, step((above - segment * rank_groups_) * rank_step_, rank_step_, ranks_),
-            step((index - above * tile_groups_) * tile_step_, tile_step_, tiles_)};
+  /// Warps of a group.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t group_warps() const noexcept {
+    return prefill_warps >> groups_log2_;
+  }
+  /// The group of a warp.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t group_of(std::int32_t warp) const noexcept {
+    return warp >> (warps_log2 - groups_log2_);
+  }
+  /// Most row tiles of a warp.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t tile_step() const noexcept { return tile_step_; }
+  /// A warp's rank tiles of the slab, at most two.
+  [[nodiscard]] ATLAS_HD constexpr Share ranks_of(std::int32_t warp) const noexcept {
+    return step(part_of(warp) >> row_parts_log2_, 2, ranks_);
+  }
+  /// A warp's row tiles of the piece.
+  [[nodiscard]] ATLAS_HD constexpr Share tiles_of(std::int32_t warp) const noexcept {
+    return step(part_of(warp) & ((1 << row_parts_log2_) - 1), tile_step_, tiles_);
   }
 
  private:
-  [[nodiscard]] ATLAS_HD static constexpr std::int32_t half(std::int32_t n) noexcept { return (n + 1) / 2; }
-  [[nodiscard]] ATLAS_HD static constexpr Share step(std::int32_t first, std::int32_t size,
+  static constexpr std::int32_t warps_log2 = 4;
+  static_assert(1 << warps_log2 == prefill_warps);
+
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t part_of(std::int32_t warp) const noexcept {
+    return warp & (group_warps() - 1);
+  }
+  [[nodiscard]] ATLAS_HD static constexpr Share step(std::int32_t index, std::int32_t size,
                                                      std::int32_t end) noexcept {
+    std::int32_t const first = index * size;
+    if (first >= end) return {end, end};
     return {first, first + size < end ? first + size : end};
   }
 
-  std::int32_t segments_;
+  std::int32_t groups_log2_;
   std::int32_t ranks_;
   std::int32_t tiles_;
-  std::int32_t rank_step_ = 1;
-  std::int32_t tile_step_ = 1;
-  std::int32_t rank_groups_ = 0;
-  std::int32_t tile_groups_ = 0;
+  std::int32_t row_parts_log2_ = 0;
+  std::int32_t tile_step_ = 0;
 };
 
 /// What is folded of a piece's slab is the sums of a row tile and a rank tile; they are counted, row tile by
@@ -93,14 +107,15 @@ class ShrinkUnits {
                                                           std::int32_t block) noexcept {
   return block < count ? ((count - 1 - block) >> cluster_log2) + 1 : 0;
 }
-/// Where a block keeps what `segment` adds to the sum that it folds as its `index`-th; counted in sums.
-[[nodiscard]] ATLAS_HD constexpr std::int32_t sum_place(std::int32_t index, std::int32_t segment) noexcept {
-  return index * max_segments + segment;
+/// Sums that a block keeps of what is folded into one: all segments', or without a cluster those of one round
+/// of its groups, which it folds at once.
+[[nodiscard]] ATLAS_HD constexpr std::int32_t sum_parts(std::int32_t cluster_log2) noexcept {
+  return cluster_log2 == 0 ? stage_blocks : max_segments;
 }
-/// Sums of segments that a block keeps at once, of pieces of at most `tiles` row tiles.
+/// Sums that a block keeps at once, of pieces of at most `tiles` row tiles.
 [[nodiscard]] ATLAS_HD constexpr std::int32_t kept_sums(std::int32_t tiles, std::int32_t cluster_log2,
                                                         std::int32_t slab) noexcept {
-  return folded_sums(tiles * slab, cluster_log2, 0) * max_segments;
+  return folded_sums(tiles * slab, cluster_log2, 0) * sum_parts(cluster_log2);
 }
 /// Rows that the expand takes together.
 inline constexpr std::int32_t row_group = 16;
@@ -113,9 +128,49 @@ inline constexpr std::int32_t row_group = 16;
   std::int32_t const group = block * (piece_rows / row_group) + row / row_group;
   return (group * 2 + half) * 32 + row % row_group / 2 * 4 + quad;
 }
-/// Rank tiles that are exchanged at once, of a launch whose slots have at most `rank_tiles`.
-[[nodiscard]] ATLAS_HD constexpr std::int32_t prefill_slab(std::int32_t rank_tiles) noexcept {
-  return rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
+
+/// Vectors of 16 bytes of one block of k of a stage: its rows of x, then the slab's ranks of A, four a row,
+/// and four unused, so that neighbouring blocks of a row lie in different banks.
+[[nodiscard]] ATLAS_HD constexpr std::int32_t stage_block_vectors(std::int32_t slab) noexcept {
+  return (piece_rows + slab * tile_ranks + 1) * 4;
 }
+/// Vectors of 16 bytes of y that are on their way to a warp in the expand of code for `compute`: 16 rows by
+/// an output tile, six times, of a 16-bit type; twice where shared memory is 99 KB.
+[[nodiscard]] ATLAS_HD constexpr std::int32_t warp_y_vectors(std::int32_t compute) noexcept {
+  return (compute >= 120 ? 2 : 6) * row_group * tile_outputs / pack_elements;
+}
+/// Vectors of 16 bytes of a sum of a row tile and a rank tile: one a lane.
+inline constexpr std::int32_t sum_vectors = 32;
+/// Most stages of x and A that there are in shared memory, and fewest.
+inline constexpr std::int32_t most_stages = 4;
+inline constexpr std::int32_t fewest_stages = 3;
+
+/// What the blocks of a launch of the prefill form share. Behind the pieces, their shared memory holds the
+/// ring: stages of x and A in the shrink, y on its way in the expand; then sums, then xa.
+struct PrefillShape {
+  std::int32_t slab = 0;    ///< rank tiles that are multiplied at once
+  std::int32_t stages = 0;  ///< of the ring
+  std::int32_t stage_bytes = 0;
+  std::int32_t sums_begin = 0;  ///< vectors of 16 bytes from the ring's first
+  std::int32_t xa_begin = 0;    ///< likewise
+
+  /// For slots of at most `rank_tiles` rank tiles and pieces of at most `tiles` row tiles, in code for
+  /// `compute`.
+  constexpr PrefillShape() = default;
+  constexpr PrefillShape(std::int32_t rank_tiles, std::int32_t tiles, std::int32_t cluster_log2,
+                         std::int32_t num_stages, std::int32_t compute) noexcept
+      : slab(prefill_slab(rank_tiles)),
+        stages(num_stages),
+        stage_bytes(16 * stage_blocks * stage_block_vectors(slab)) {
+    std::int32_t const of_stages = stages * stage_bytes / 16;
+    std::int32_t const of_y = prefill_warps * warp_y_vectors(compute);
+    sums_begin = of_stages > of_y ? of_stages : of_y;
+    xa_begin = sums_begin + sum_vectors * kept_sums(tiles, cluster_log2, slab);
+  }
+  /// Bytes from the ring's first to the end, with `xa_width` elements of 16 bits a row of xa.
+  [[nodiscard]] constexpr std::size_t bytes(std::int32_t xa_width) const noexcept {
+    return static_cast<std::size_t>(std::int64_t{xa_begin} * 16 + std::int64_t{piece_rows} * xa_width * 2);
+  }
+};
 
 }  // namespace atlas::lora::inline v0

@@ -8,9 +8,12 @@
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
+#include "atlas/lora/kernels/async_copy.cuh"
 #include "atlas/lora/kernels/contraction.hpp"
+#include "atlas/lora/kernels/delta_shape.hpp"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/launch.cuh"
+#include "atlas/lora/kernels/prefill_ring.cuh"
 #include "atlas/lora/kernels/prefill_shape.hpp"
 #include "atlas/lora/kernels/prefill_shared.cuh"
 #include "atlas/lora/kernels/ptx.cuh"
@@ -27,32 +30,26 @@ class PrefillShrink {
       : p_(p), shared_(shared) {}
 
   /// Multiplies the block's segments of `ranks` rank tiles from `slab` and sends the sums to the blocks that
-  /// fold them.
+  /// fold them; without a cluster it folds all but the last of them. No warp is still at what the ring's
+  /// memory held.
   __device__ void multiply(Piece<T> const& piece, std::int32_t slab, std::int32_t ranks) {
     if (piece.wide == 0 || !p_.wide) {
-      multiply_narrow(p_, shared_.sums, piece, slab);
+      multiply_narrow(p_, shared_.sums, piece, slab, ranks);
       return;
     }
-    Share const segments = p_.shape.segments_of(p_.shape.team[0], block_of(p_));
-    ShrinkUnits const units(segments.size(), ranks, piece.tiles);
-    std::int32_t const count = units.count();
-#pragma unroll 1
-    for (std::int32_t i = warp_index(); i < count; i += prefill_warps) {
-      ShrinkUnit unit = units.unit(i);
-      unit.segment += segments.first;
-      if (unit.ranks.size() == 2) {
-        if (unit.tiles.size() == 2) {
-          multiply_unit<2, 2, ahead(2)>(piece, slab, unit);
-        } else {
-          multiply_unit<2, 1, ahead(3)>(piece, slab, unit);
-        }
-      } else if (unit.tiles.size() == 3) {
-        multiply_unit<1, 3, ahead(3)>(piece, slab, unit);
-      } else if (unit.tiles.size() == 2) {
-        multiply_unit<1, 2, ahead(4)>(piece, slab, unit);
+    ShrinkSplit const split(p_.shape.team[0].block_segments, ranks, piece.tiles);
+    if (split.group_blocks() == 1) {
+      if (ranks == 1) {
+        multiply_segments<1, 2, 1>(piece, slab, ranks);
+      } else if (split.tile_step() <= 2) {
+        multiply_segments<2, 2, 1>(piece, slab, ranks);
       } else {
-        multiply_unit<1, 1, ahead(5)>(piece, slab, unit);
+        multiply_segments<2, 4, 1>(piece, slab, ranks);
       }
+    } else if (ranks == 1) {
+      multiply_segments<1, 1, 2>(piece, slab, ranks);
+    } else {
+      multiply_segments<2, 2, 2>(piece, slab, ranks);
     }
   }
 
@@ -61,139 +58,197 @@ class PrefillShrink {
   __device__ void fold(Piece<T> const& piece, std::int32_t slab, std::int32_t ranks) const {
     int const cluster_log2 = p_.shape.team[0].log2;
     std::int32_t const own = folded_sums(piece.tiles * ranks, cluster_log2, block_of(p_));
+    // Without a cluster all rounds but the last are folded.
+    std::int32_t const groups = ShrinkSplit(p_.shape.team[0].block_segments, ranks, piece.tiles).groups();
+    std::int32_t const parts = lone() ? (p_.shape.segments - 1) % groups + 1 : p_.shape.segments;
 #pragma unroll 1
     for (std::int32_t i = warp_index(); i < own; i += prefill_warps) {
       std::int32_t const sum = block_of(p_) + (i << cluster_log2);
       std::int32_t const tile = sum / ranks;
-      send_xa(piece, tile, slab + sum - tile * ranks, folded_sum(i));
+      send_xa(piece, tile, slab + sum - tile * ranks, folded_sum(i, parts));
     }
   }
 
  private:
-  /// Blocks on their way: one fewer where y is float, two where there is one pair, which leave fewer
-  /// registers.
-  static ATLAS_HD constexpr int ahead(int most) {
-    if (Source::one_pair) return most > 2 ? most - 2 : 1;
-    return sizeof(Y) == 2 ? most : most - 1;
+  [[nodiscard]] __device__ bool lone() const { return p_.shape.team[0].log2 == 0; }
+  /// Whether the sums of a warp leave it no registers for what can be found again.
+  template <int Tiles>
+  static constexpr bool lean = Tiles == 4;
+
+  /// The block's segments of `Ranks` rank tiles and up to `Tiles` row tiles a warp, its group having `Blocks`
+  /// blocks of k of a stage.
+  template <int Ranks, int Tiles, int Blocks>
+  __device__ void multiply_segments(Piece<T> const& piece, std::int32_t slab, std::int32_t ranks) const {
+    constexpr int groups = stage_blocks / Blocks;
+    ShrinkSplit const split(groups, ranks, piece.tiles);
+    Share const own = p_.shape.segments_of(p_.shape.team[0], block_of(p_));
+    if (own.first + group_of<Blocks>() >= own.last) {
+      // It has no segment, and takes part in the others' rounds.
+      for (std::int32_t first = own.first; first < own.last; first += groups)
+        end_round(piece, ranks, first + groups);
+      return;
+    }
+    PrefillRing<Blocks, lean<Tiles>, Source, T, Y> ring(p_, shared_, piece, slab, ranks,
+                                                        own.first + group_of<Blocks>(), own.last);
+#pragma unroll 1
+    for (std::int32_t first = own.first; first < own.last; first += groups) {
+      if (first + group_of<Blocks>() < own.last) {
+        Sums<Ranks, Tiles> sums;
+        multiply_blocks<Blocks>(sums, ring, ranks, split, first + group_of<Blocks>());
+        send_sums(sums, ranks, split, group_of<Blocks>() + (lone() ? 0 : first), lone() && first > 0);
+      }
+      end_round(piece, ranks, first + groups);
+    }
+  }
+  /// The thread's group, asked for again rather than held.
+  template <int Blocks>
+  static __device__ int group_of() {
+    return thread_here() / (prefill_warps * warp_threads * Blocks / stage_blocks);
+  }
+  /// Folds a round of the groups without a cluster, where segments from `next` on come after it.
+  __device__ void end_round(Piece<T> const& piece, std::int32_t ranks, std::int32_t next) const {
+    if (!lone() || next >= p_.shape.segments) return;
+    __syncthreads();
+    std::int32_t const count = piece.tiles * ranks;
+#pragma unroll 1
+    for (std::int32_t i = warp_index(); i < count; i += prefill_warps)
+      *kept_sum(i, 0) = folded_sum(i, stage_blocks);
+    __syncthreads();
   }
 
-  /// One segment of `Ranks` rank tiles and `Tiles` row tiles. `Ahead` blocks are always on their way; the
-  /// place of one that was multiplied takes the next.
-  template <int Ranks, int Tiles, int Ahead>
-  __device__ void multiply_unit(Piece<T> const& piece, std::int32_t slab, ShrinkUnit const& unit) {
-    BlockRange const blocks{unit.segment * p_.shape.segment_blocks,
-                            min((unit.segment + 1) * p_.shape.segment_blocks, p_.shape.blocks)};
-    std::int32_t const k = blocks.first * block_elements + quad() * pack_elements;
-    // A block is this lane's where it begins before `left`, counted from the loop's.
-    std::int32_t left = min(blocks.size() * block_elements, static_cast<std::int32_t>(p_.k_in) - k);
-    T const* low[Ranks];
-    T const* high[Ranks];
-    T const* x[Tiles];
-#pragma unroll
-    for (int r = 0; r < Ranks; ++r) {
-      std::int32_t const rank_tile = slab + unit.ranks.first + r;
-      int const projection = projection_of(piece, rank_tile);
-      std::int32_t const last = rank_of<Source>(piece, projection) - 1;
-      std::int32_t const j = (rank_tile - piece.first_rank_tile[projection]) * tile_ranks + group();
-      T const* const a = piece.cell[projection].a + k;
-      low[r] = a + min(j, last) * p_.k_in;
-      high[r] = a + min(j + tile_batch_rows, last) * p_.k_in;
-    }
-#pragma unroll
-    for (int t = 0; t < Tiles; ++t) {
-      std::int32_t const row = piece.x_row[(unit.tiles.first + t) * tile_rows + group()];
-      x[t] = p_.x + max(row, 0) * p_.x_row_stride + k;
-    }
-    Pack<T> a_low[Ahead][Ranks];
-    Pack<T> a_high[Ahead][Ranks];
-    Pack<T> x_pack[Ahead][Tiles];
-    // The sum's last block may be shorter than this lane's place in it.
-    auto const load = [&](Pack<T>& pack, T const* from, int b) {
-      pack = Pack<T>{};
-      load_if(pack, from + b * block_elements, b * block_elements < left);
-    };
-    auto const load_a = [&](int place, int b) {
+  /// Sums of a warp: of a chunk and of the segment.
+  template <int Ranks, int Tiles>
+  struct Sums {
+    Accumulator<T> chunk[Ranks][Tiles];
+    float4 segment[Ranks][Tiles];
+
+    __device__ Sums() {
 #pragma unroll
       for (int r = 0; r < Ranks; ++r) {
-        load(a_low[place][r], low[r], b);
-        load(a_high[place][r], high[r], b);
+#pragma unroll
+        for (int t = 0; t < Tiles; ++t) segment[r][t] = make_float4(-0.0F, -0.0F, -0.0F, -0.0F);
       }
-    };
-    auto const load_x = [&](int place, int b) {
-#pragma unroll
-      for (int t = 0; t < Tiles; ++t) load(x_pack[place][t], x[t], b);
-    };
-#pragma unroll
-    for (int i = 0; i < Ahead; ++i) {
-      load_a(i, i);
-      load_x(i, i);
     }
-    Accumulator<T> sum[Ranks][Tiles];
-    // The sum that changes nothing.
-    float4 total[Ranks][Tiles];
+    __device__ void end_chunk() {
 #pragma unroll
-    for (int r = 0; r < Ranks; ++r) {
+      for (int r = 0; r < Ranks; ++r) {
 #pragma unroll
-      for (int t = 0; t < Tiles; ++t) total[r][t] = make_float4(-0.0F, -0.0F, -0.0F, -0.0F);
+        for (int t = 0; t < Tiles; ++t) {
+          segment[r][t] = PrefillShrink::add(segment[r][t], chunk[r][t].finish());
+          chunk[r][t] = Accumulator<T>{};
+        }
+      }
     }
-    std::int32_t in_chunk = 0;
+  };
+
+  /// The blocks of k of one segment. What the warp has no rows or ranks for it multiplies all the same, and
+  /// does not send.
+  template <int Blocks, int Ranks, int Tiles>
+  __device__ void multiply_blocks(Sums<Ranks, Tiles>& sums,
+                                  PrefillRing<Blocks, lean<Tiles>, Source, T, Y>& ring, std::int32_t ranks,
+                                  ShrinkSplit const& split, std::int32_t segment) const {
+    Share const own_ranks = split.ranks_of(warp_index());
+    Share const own_tiles = split.tiles_of(warp_index());
+    std::uint32_t a_at[Ranks];
+#pragma unroll
+    for (int r = 0; r < Ranks; ++r)
+      a_at[r] = (piece_rows + min(own_ranks.first + r, ranks - 1) * tile_ranks) * row_bytes;
+    std::uint32_t const x_at = (own_tiles.size() > 0 ? own_tiles.first : 0) * tile_rows * row_bytes;
+    std::int32_t left = min(p_.shape.segment_blocks, p_.shape.blocks - segment * p_.shape.segment_blocks);
+    std::int32_t const chunk_blocks =
+        lean<Tiles> ? p_.shape.chunk_blocks : in_register(p_.shape.chunk_blocks);
+    std::int32_t in_chunk = chunk_blocks;
 #pragma unroll 1
-    for (std::int32_t todo = blocks.size(); todo > 0; todo -= Ahead) {
+    while (left > 0) {
+      std::uint32_t at = ring.next();
 #pragma unroll
-      for (int i = 0; i < Ahead; ++i) {
-        if (i >= todo) break;
-#pragma unroll
-        for (int r = 0; r < Ranks; ++r) {
-#pragma unroll
-          for (int t = 0; t < Tiles; ++t) sum[r][t].add(a_low[i][r], a_high[i][r], x_pack[i][t]);
-        }
-        load_a(i, i + Ahead);
-        load_x(i, i + Ahead);
-        if (++in_chunk < p_.shape.chunk_blocks && i + 1 < todo) continue;
-        in_chunk = 0;
+      for (int i = 0; i < Blocks; ++i) {
+        if (i > 0 && left == 0) break;
+        uint4 low[Ranks];
+        uint4 high[Ranks];
+        uint4 x[2];
 #pragma unroll
         for (int r = 0; r < Ranks; ++r) {
-#pragma unroll
-          for (int t = 0; t < Tiles; ++t) {
-            total[r][t] = add(total[r][t], sum[r][t].finish());
-            sum[r][t] = Accumulator<T>{};
-          }
+          low[r] = load_shared(at + a_at[r]);
+          high[r] = load_shared(at + a_at[r] + tile_batch_rows * row_bytes);
         }
+        auto const load_x = [&](int t) {
+          if (t < Tiles) x[t % 2] = load_shared(at + x_at + t * tile_rows * row_bytes);
+        };
+        load_x(0);
+        load_x(1);
+        if (i == 0) ring.refill();
+#pragma unroll
+        for (int t = 0; t < Tiles; ++t) {
+#pragma unroll
+          for (int r = 0; r < Ranks; ++r)
+            sums.chunk[r][t].add(pack_of(low[r]), pack_of(high[r]), pack_of(x[t % 2]));
+          load_x(t + 2);
+        }
+        at += ring.block_bytes();
+        --left;
+        if (--in_chunk > 0 && left > 0) continue;
+        in_chunk = chunk_blocks;
+        sums.end_chunk();
       }
-      left -= Ahead * block_elements;
-#pragma unroll
-      for (int r = 0; r < Ranks; ++r) {
-        low[r] += Ahead * block_elements;
-        high[r] += Ahead * block_elements;
-      }
-#pragma unroll
-      for (int t = 0; t < Tiles; ++t) x[t] += Ahead * block_elements;
-    }
-    std::int32_t const ranks =
-        min(prefill_slab(p_.segment_rank_tiles), piece.first_rank_tile[max_projections] - slab);
-#pragma unroll
-    for (int r = 0; r < Ranks; ++r) {
-#pragma unroll
-      for (int t = 0; t < Tiles; ++t)
-        send_sum(p_, shared_.sums, (unit.tiles.first + t) * ranks + unit.ranks.first + r, unit.segment,
-                 total[r][t]);
     }
   }
+
+  /// Sends a warp's sums to the blocks that fold them, as `part` of those that are kept, or adds them to what
+  /// has been folded there before.
+  template <int Ranks, int Tiles>
+  __device__ void send_sums(Sums<Ranks, Tiles> const& sums, std::int32_t ranks, ShrinkSplit const& split,
+                            std::int32_t part, bool adds) const {
+    Share const own_ranks = split.ranks_of(warp_index());
+    Share const own_tiles = split.tiles_of(warp_index());
+#pragma unroll
+    for (int r = 0; r < Ranks; ++r) {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) {
+        if (r >= own_ranks.size() || t >= own_tiles.size()) continue;
+        std::int32_t const index = (own_tiles.first + t) * ranks + own_ranks.first + r;
+        float4 sum = sums.segment[r][t];
+        if (adds && part == 0) sum = add(*kept_sum(index, 0), sum);
+        send_sum(p_, shared_.sums, index, part, sum);
+      }
+    }
+  }
+  /// This lane's `part` of the sum that this block folds as its `index`-th.
+  __device__ float4* kept_sum(std::int32_t index, std::int32_t part) const {
+    std::int32_t const parts = sum_parts(p_.shape.team[0].log2);
+    return shared_.sums + (index * parts + part) * warp_threads + lane_index();
+  }
+  /// Bytes of a row of a block of k of a stage.
+  static constexpr std::uint32_t row_bytes = 64;
+  static __device__ Pack<T> pack_of(uint4 const& v) { return {{v.x, v.y, v.z, v.w}}; }
 
   /// All of this warp's share of a slab for operands that vectors cannot load: a call, so that it takes no
   /// registers where they can.
   static __device__ __noinline__ void multiply_narrow(Operands<T, Y> const& p, float4* sums,
-                                                      Piece<T> const& piece, std::int32_t slab) {
-    Share const segments = p.shape.segments_of(p.shape.team[0], block_of(p));
-    std::int32_t const ranks =
-        min(prefill_slab(p.segment_rank_tiles), piece.first_rank_tile[max_projections] - slab);
-    std::int32_t const count = segments.size() * ranks * piece.tiles;
+                                                      Piece<T> const& piece, std::int32_t slab,
+                                                      std::int32_t ranks) {
+    Share const own = p.shape.segments_of(p.shape.team[0], block_of(p));
+    bool const lone = p.shape.team[0].log2 == 0;
+    std::int32_t const parts = lone ? 1 : own.size();
+    std::int32_t const count = parts * ranks * piece.tiles;
 #pragma unroll 1
     for (std::int32_t i = warp_index(); i < count; i += prefill_warps) {
       std::int32_t const above = i / piece.tiles;
-      std::int32_t const segment = segments.first + above / ranks;
-      float4 const sum = narrow_sum(p, piece, segment, slab + above % ranks, i % piece.tiles);
-      send_sum(p, sums, i % piece.tiles * ranks + above % ranks, segment, sum);
+      std::int32_t const segment = own.first + above / ranks;
+      std::int32_t const tile = i % piece.tiles;
+      if (!lone) {
+        send_sum(p, sums, tile * ranks + above % ranks, segment,
+                 narrow_sum(p, piece, segment, slab + above % ranks, tile));
+        continue;
+      }
+      float4 const none = make_float4(-0.0F, -0.0F, -0.0F, -0.0F);
+      float4 sum = none;
+#pragma unroll 1
+      for (std::int32_t s = own.first; s < own.last; ++s)
+        sum = add(sum, narrow_sum(p, piece, s, slab + above % ranks, tile));
+#pragma unroll 1
+      for (std::int32_t part = 0; part < stage_blocks; ++part)
+        send_sum(p, sums, tile * ranks + above % ranks, part, part == 0 ? sum : none);
     }
   }
   /// The sum of a segment for a rank tile and a row tile.
@@ -228,17 +283,18 @@ class PrefillShrink {
   static __device__ void send_sum(Operands<T, Y> const& p, float4* sums, std::int32_t index,
                                   std::int32_t segment, float4 const& sum) {
     int const cluster_log2 = p.shape.team[0].log2;
-    store_to_block(sums + sum_place(index >> cluster_log2, segment) * warp_threads + lane_index(),
+    std::int32_t const place = (index >> cluster_log2) * sum_parts(cluster_log2) + segment;
+    store_to_block(sums + place * warp_threads + lane_index(),
                    static_cast<std::uint32_t>(index & ((1 << cluster_log2) - 1)), sum);
   }
 
-  /// The sum of all segments that this block folds as its `index`-th.
-  __device__ float4 folded_sum(std::int32_t index) const {
-    float4 const* const from = shared_.sums + sum_place(index, 0) * warp_threads + lane_index();
+  /// The first `parts` of the sum that this block folds as its `index`-th.
+  __device__ float4 folded_sum(std::int32_t index, std::int32_t parts) const {
+    float4 const* const from = kept_sum(index, 0);
     float4 total = from[0];
 #pragma unroll
     for (int s = 1; s < max_segments; ++s) {
-      if (s < p_.shape.segments) total = add(total, from[s * warp_threads]);
+      if (s < parts) total = add(total, from[s * warp_threads]);
     }
     return total;
   }

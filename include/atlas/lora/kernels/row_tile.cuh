@@ -39,9 +39,9 @@ struct Operands {
   float4* segments = nullptr;           ///< the two-launch form's scratch of segment sums
   std::int32_t segment_rank_tiles = 0;  ///< rank tiles that `segments` holds per segment
   bool inputs_settled = false;
-  bool wide = false;           ///< x, y and xa allow 16-byte accesses
-  DeltaShape shape{};          ///< of the one-launch kernel
-  std::int32_t kept_sums = 0;  ///< segment sums that a block of the prefill kernel keeps
+  bool wide = false;       ///< x, y and xa allow 16-byte accesses
+  DeltaShape shape{};      ///< of the one-launch kernel
+  PrefillShape prefill{};  ///< of the prefill kernel
 };
 
 /// What rows of one slot share, in shared memory.
@@ -94,7 +94,7 @@ __device__ void set_rows(RowTile<T>& tile, std::int32_t row, std::int32_t x_row)
 /// lanes beyond the projections an empty one.
 template <Element T, Element Y>
 __device__ void describe(SlotCells<T>& tile, Operands<T, Y> const& p, RouteCell<T> cell) {
-  int const lane = lane_index();
+  int const lane = thread_here() % warp_threads;
   // A rank beyond the table's would not fit what was sized by it; such a cell does nothing.
   bool const adapts =
       lane < p.num_projections && cell.adapted() && cell.rank <= p.projections[lane].table.max_rank;
@@ -178,7 +178,7 @@ struct PlanSource {
   template <Element T, Element Y>
   __device__ std::int32_t load(Piece<T>& piece, Operands<T, Y> const& p, std::int32_t first,
                                std::int32_t most) const {
-    int const lane = lane_index();
+    int const lane = thread_here() % warp_threads;
     RowPlan const& plan = p.plan;
     RowGroup rows{base_slot, 0, 0, 0};
     if (lane < most && first + lane < plan.max_tiles) {
@@ -235,7 +235,7 @@ struct PairSource {
   template <Element Y>
   __device__ std::int32_t load(Piece<T>& piece, Operands<T, Y> const& p, std::int32_t first,
                                std::int32_t most) const {
-    int const lane = lane_index();
+    int const lane = thread_here() % warp_threads;
 #pragma unroll 1
     for (int i = lane; i < piece_rows; i += warp_threads) {
       std::int64_t const row = static_cast<std::int64_t>(first) * tile_rows + i;

@@ -101,8 +101,6 @@ inline constexpr std::int64_t long_row_elements = 12288;
 
 /// Most rows that the one-launch kernel of few rows serves where there is one for many.
 inline constexpr std::int32_t most_decode_rows = 256;
-/// Output tiles beyond which the prefill kernel has clusters of 8: a block's share of fewer is little work.
-inline constexpr std::int32_t wide_prefill_outputs = 256;
 
 /// Whether the prefill kernel serves `rows` rows of which slots, or slots and experts, are expected to be
 /// `pairs`. Float has none: its sums live in the registers of many lanes.
@@ -112,16 +110,16 @@ inline constexpr std::int32_t wide_prefill_outputs = 256;
   return has_clusters(compute) && element_bytes == 2 && rows > most_decode_rows && shared;
 }
 
-/// The shape of the prefill kernel's launch, for `outputs` output tiles of all projections. Measured on one
-/// H200, bf16, rank 16, microseconds in clusters of 8 and of 4: 4096 -> 4096 512 rows 9.3 and 9.1, of 8
-/// adapters 13.6 and 9.2, 2048 rows 15.7 and 17.7, 8192 rows 84.8 and 79.9; 4096 -> 14336 512 rows 17.2 and
-/// 20.5, 8192 rows 245 and 255; 4096 -> 1024 512 rows 7.4 and 5.7; 2048 x 8 rows of 128 experts, 2048 -> 768
-/// twice, 135 and 102.
-[[nodiscard]] constexpr DeltaTuning prefill_tuning(std::int32_t rows, std::int32_t outputs) noexcept {
-  // Fewer rows make too few pieces for clusters of 8; of more, waiting for each other costs them more than
-  // the weights that clusters of 4 read twice.
-  bool const between = outputs >= wide_prefill_outputs / 2 && rows >= 1024 && rows < 4096;
-  return {256, outputs > wide_prefill_outputs || between ? 8 : 4, 2, 2};
+/// Blocks of a cluster of the prefill kernel for `tiles` row tiles on a machine of `multiprocessors`, of
+/// which a block takes one. Measured on one H200, bf16, 4096 -> 4096, rank 16 and 64, microseconds in
+/// clusters of 8, of 4, of 2 and without: 512 rows 10.9 and 14.5, 11.4 and 16.0, 14.6 and 23.7, 25 and 34;
+/// 2048 rows 31.3 and 42.1, 24.9 and 38.6, 18.9 and 30.4, 29.1 and 44.6; 8192 rows 107 and 137 in clusters of
+/// 8, 65 and 89 without. Clusters of 4 and 8 leave a tenth of the multiprocessors without one, since graphics
+/// processing clusters do not divide evenly.
+[[nodiscard]] constexpr std::int32_t prefill_cluster(std::int32_t tiles,
+                                                     std::int32_t multiprocessors) noexcept {
+  if (tiles > 4 * multiprocessors) return 1;
+  return tiles >= multiprocessors ? 2 : 8;
 }
 
 }  // namespace atlas::lora::inline v0
