@@ -27,15 +27,19 @@ static_assert(delta_form(90) == DeltaForm::one_launch && delta_form(121) == Delt
 static_assert(largest_cluster(80) == 1 && largest_cluster(90) == 16 && largest_cluster(103) == 16);
 static_assert(largest_cluster(120) == 8 && largest_cluster(121) == 8);
 
-// Decode keeps 256 rows, float all of them, and so do rows of which an expert has fewer than 32.
-static_assert(!uses_prefill(90, 256, 2) && uses_prefill(90, 257, 2) && uses_prefill(120, 1 << 30, 2));
-static_assert(!uses_prefill(89, 2048, 2) && !uses_prefill(90, 2048, 4));
-static_assert(uses_prefill(90, 4096, 2, 128) && !uses_prefill(90, 4095, 2, 128));
+// Decode keeps 256 rows of one slot, 512 of any, float all of them, and so do rows of which an expert has
+// fewer than 32.
+static_assert(!uses_prefill(90, 256, 2, false) && uses_prefill(90, 257, 2, false));
+static_assert(!uses_prefill(90, 512, 2, true) && uses_prefill(90, 513, 2, true));
+static_assert(uses_prefill(120, 1 << 30, 2, true));
+static_assert(!uses_prefill(89, 2048, 2, false) && !uses_prefill(90, 2048, 4, false));
+static_assert(uses_prefill(90, 4096, 2, true, 128) && !uses_prefill(90, 4095, 2, true, 128));
 // Of 132 multiprocessors 66 clusters of two have up to eight row tiles; beyond, every block has some of its
 // own.
-static_assert(prefill_cluster(1, 132) == 8 && prefill_cluster(131, 132) == 8);
-static_assert(prefill_cluster(132, 132) == 2 && prefill_cluster(528, 132) == 2);
-static_assert(prefill_cluster(529, 132) == 1 && prefill_cluster(1 << 30, 132) == 1);
+static_assert(prefill_cluster(1, false, 132) == 8 && prefill_cluster(131, false, 132) == 8);
+static_assert(prefill_cluster(132, false, 132) == 2 && prefill_cluster(65, true, 132) == 2);
+static_assert(prefill_cluster(528, false, 132) == 2 && prefill_cluster(528, true, 132) == 2);
+static_assert(prefill_cluster(529, true, 132) == 1 && prefill_cluster(1 << 30, false, 132) == 1);
 
 TEST_CASE("the choice is total and never a cluster that the machine does not have") {
   for (std::int32_t const compute : {90, 100, 103, 120, 121}) {

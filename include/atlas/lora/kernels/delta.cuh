@@ -121,15 +121,17 @@ bool launch_prefill(Operands<T, Y> p, Source const& source, std::int32_t tiles, 
   return true;
 }
 
-/// The prefill form where the library picks it, for rows of which slots, or slots and experts, are expected
-/// to be `pairs`; false, and nothing enqueued, elsewhere.
+/// The prefill form where the library picks it, for rows that may be `mixed`, of several slots or experts,
+/// and of which slots, or slots and experts, are expected to be `pairs`; false, and nothing enqueued,
+/// elsewhere.
 template <Element T, Element Y, class Source>
-bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t tiles, std::int32_t pairs,
-                 Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
+bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t tiles, bool mixed,
+                 std::int32_t pairs, Machine const& machine, cudaStream_t stream,
+                 cudaError_t& error) noexcept {
   if constexpr (sizeof(T) == 2) {
-    if (!uses_prefill(machine.compute, p.rows, sizeof(T), pairs)) return false;
+    if (!uses_prefill(machine.compute, p.rows, sizeof(T), mixed, pairs)) return false;
     // A block of four keeps fewer sums than one of two; where neither has room, the kernel of few rows has.
-    for (std::int32_t const cluster : {prefill_cluster(tiles, machine.multiprocessors), 4}) {
+    for (std::int32_t const cluster : {prefill_cluster(tiles, mixed, machine.multiprocessors), 4}) {
       if (launch_prefill(p, source, tiles, cluster, machine, stream, error)) return true;
     }
   }
@@ -141,7 +143,7 @@ template <Element T, Element Y, class Source>
 cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
                          Machine const& machine, cudaStream_t stream) noexcept {
   cudaError_t error = cudaSuccess;
-  if (launch_many(p, source, tiles, 1, machine, stream, error)) return error;
+  if (launch_many(p, source, tiles, p.plan.max_groups > 1, 1, machine, stream, error)) return error;
   std::int64_t row_elements = p.k_in;
   for (int i = 0; i < p.num_projections; ++i) row_elements += p.projections[i].table.n_out;
   DeltaChoice const choice = delta_choice(machine.max_cluster, p.rows, row_elements);

@@ -146,7 +146,8 @@ template <Element T, Element Y>
   if (detail::idle(p, source)) return cudaSuccess;
   std::int32_t const tiles = expert_tiles(params.plan, params.rows);
   cudaError_t error = cudaSuccess;
-  if (detail::launch_many(p, source, tiles, params.plan.num_experts, machine, stream, error)) return error;
+  if (detail::launch_many(p, source, tiles, true, params.plan.num_experts, machine, stream, error))
+    return error;
   using detail::BuiltTuning;
   switch (expert_tuning(machine.max_cluster, tiles)) {
     case 0: return detail::launch_whole<BuiltTuning<0, T>>(p, source, tiles, machine, stream);

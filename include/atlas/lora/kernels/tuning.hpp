@@ -99,27 +99,34 @@ inline constexpr std::int64_t long_row_elements = 12288;
   return {2, false};
 }
 
-/// Most rows that the one-launch kernel of few rows serves where there is one for many.
+/// Most rows that the one-launch kernel of few rows serves where there is one for many: of one slot, and of
+/// any number of slots. Measured on one H200, bf16, 512 rows, 4096 -> 4096, rank 16 and 64, microseconds in
+/// the kernel for many and for few: of one adapter 9.9 and 13.8, 10.5 and 24.0; of 8 adapters 16.7
+/// and 23.1, 10.6 and 24.9; of 32, skewed, 45.1 and 63.1, 12.5 and 31.1.
 inline constexpr std::int32_t most_decode_rows = 256;
+inline constexpr std::int32_t most_mixed_decode_rows = 512;
 
-/// Whether the prefill kernel serves `rows` rows of which slots, or slots and experts, are expected to be
-/// `pairs`. Float has none: its sums live in the registers of many lanes.
+/// Whether the prefill kernel serves `rows` rows, `mixed` if they may be of several slots or experts, of
+/// which slots, or slots and experts, are expected to be `pairs`. Float has none: its sums live in the
+/// registers of many lanes.
 [[nodiscard]] constexpr bool uses_prefill(std::int32_t compute, std::int32_t rows, std::size_t element_bytes,
-                                          std::int32_t pairs = 1) noexcept {
+                                          bool mixed, std::int32_t pairs = 1) noexcept {
   bool const shared = rows / 32 >= pairs;  // four row tiles a pair
-  return has_clusters(compute) && element_bytes == 2 && rows > most_decode_rows && shared;
+  bool const many = rows > (mixed ? most_mixed_decode_rows : most_decode_rows);
+  return has_clusters(compute) && element_bytes == 2 && many && shared;
 }
 
-/// Blocks of a cluster of the prefill kernel for `tiles` row tiles on a machine of `multiprocessors`, of
-/// which a block takes one. Measured on one H200, bf16, 4096 -> 4096, rank 16 and 64, microseconds in
-/// clusters of 8, of 4, of 2 and without: 512 rows 10.9 and 14.5, 11.4 and 16.0, 14.6 and 23.7, 25 and 34;
-/// 2048 rows 31.3 and 42.1, 24.9 and 38.6, 18.9 and 30.4, 29.1 and 44.6; 8192 rows 107 and 137 in clusters of
-/// 8, 65 and 89 without. Clusters of 4 and 8 leave a tenth of the multiprocessors without one, since graphics
-/// processing clusters do not divide evenly.
-[[nodiscard]] constexpr std::int32_t prefill_cluster(std::int32_t tiles,
+/// Blocks of a cluster of the prefill kernel for `tiles` row tiles, `mixed` as above, on a machine of
+/// `multiprocessors`, of which a block takes one. Measured on one H200, bf16, 4096 -> 4096, rank 16 and 64,
+/// microseconds in clusters of 8, of 4, of 2 and without: 512 rows of one adapter 10.9 and 14.5, 11.4
+/// and 16.0, 14.6 and 23.7, 25 and 34; 2048 rows 31.3 and 42.1, 24.9 and 38.6, 18.9 and 30.4, 29.1 and 44.6;
+/// 8192 rows 107 and 137 in clusters of 8, 65 and 89 without; 1024 rows of 32 adapters, skewed, 42.7
+/// and 62.9, 32.0 and 47.7, 31.0 and 49.0, 50.9 and 82.5. Clusters of 4 and 8 leave a tenth of the
+/// multiprocessors without one, since graphics processing clusters do not divide evenly.
+[[nodiscard]] constexpr std::int32_t prefill_cluster(std::int32_t tiles, bool mixed,
                                                      std::int32_t multiprocessors) noexcept {
   if (tiles > 4 * multiprocessors) return 1;
-  return tiles >= multiprocessors ? 2 : 8;
+  return mixed || tiles >= multiprocessors ? 2 : 8;
 }
 
 }  // namespace atlas::lora::inline v0
