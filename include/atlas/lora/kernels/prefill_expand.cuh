@@ -15,6 +15,7 @@
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/async_copy.cuh"
+#include "atlas/lora/kernels/barrier.cuh"
 #include "atlas/lora/kernels/contraction.hpp"
 #include "atlas/lora/kernels/expand.cuh"
 #include "atlas/lora/kernels/fragment.cuh"
