@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include <cuda_runtime_api.h>
 
@@ -206,7 +207,7 @@ void visit_whole(Visit const& visit) {
 template <Element T, Element Y, class Source, class Visit>
 void visit_prefill(Visit const& visit) {
   if constexpr (sizeof(T) == 2) {
-    for (std::int32_t const cluster : {8, 4, 2, 1})
+    for (std::int32_t const cluster : prefill_clusters)
       visit(reinterpret_cast<void const*>(&prefill_kernel<T, Y, Source>), cluster,
             prefill_warps * warp_threads, 1);
   }
@@ -326,8 +327,9 @@ template <Element T, Element Y>
   static_assert(sizeof(T) == 2, "float has no prefill kernel");
   detail::Operands<T, Y> p;
   bool const prepared = machine.prepared(operation_id<PrefillDelta<T, Y>>());
-  bool const possible =
-      has_clusters(machine.compute) && (cluster == 1 || cluster == 2 || cluster == 4 || cluster == 8);
+  bool const possible = has_clusters(machine.compute) &&
+                        std::find(std::begin(prefill_clusters), std::end(prefill_clusters), cluster) !=
+                            std::end(prefill_clusters);
   if (!prepared || !possible || !detail::complete(p, params)) return cudaErrorInvalidValue;
   if (detail::idle(p)) return cudaSuccess;
   cudaError_t error = cudaErrorInvalidValue;

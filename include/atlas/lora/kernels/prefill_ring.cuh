@@ -115,7 +115,7 @@ class PrefillRing {
   /// A.
   static constexpr int group_threads = prefill_warps * warp_threads * Blocks / stage_blocks;
   static constexpr int turn_rows = group_threads / Blocks / 4;
-  static constexpr int turn_bytes = turn_rows * 64;
+  static constexpr int turn_bytes = turn_rows * static_cast<int>(stage_row_bytes);
   static constexpr int x_turns = piece_rows / turn_rows;
   static constexpr int a_turns = slab_rank_tiles * tile_ranks / turn_rows;
   static_assert(piece_rows % turn_rows == 0 && turn_rows % tile_ranks == 0);

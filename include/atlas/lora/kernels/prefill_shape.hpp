@@ -38,6 +38,10 @@ inline constexpr std::int32_t prefill_warps = 16;
 
 /// Blocks of k whose x and A are fetched together, a stage.
 inline constexpr std::int32_t stage_blocks = 4;
+/// Bytes of a row of x or of A in a block of k of a stage.
+inline constexpr std::uint32_t stage_row_bytes = std::uint32_t{block_elements} * 2;
+/// Most groups of warps of a block in the shrink: each has a block of every stage at least.
+inline constexpr std::int32_t most_groups = stage_blocks;
 /// Rank tiles that are multiplied, and exchanged, at once, of a launch whose slots have at most `rank_tiles`.
 [[nodiscard]] ATLAS_HD constexpr std::int32_t prefill_slab(std::int32_t rank_tiles) noexcept {
   return rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
@@ -110,7 +114,7 @@ class ShrinkSplit {
 /// Sums that a block keeps of what is folded into one: all segments', or without a cluster those of one round
 /// of its groups, which it folds at once.
 [[nodiscard]] ATLAS_HD constexpr std::int32_t sum_parts(std::int32_t cluster_log2) noexcept {
-  return cluster_log2 == 0 ? stage_blocks : max_segments;
+  return cluster_log2 == 0 ? most_groups : max_segments;
 }
 /// Sums that a block keeps at once, of pieces of at most `tiles` row tiles.
 [[nodiscard]] ATLAS_HD constexpr std::int32_t kept_sums(std::int32_t tiles, std::int32_t cluster_log2,
@@ -148,11 +152,11 @@ inline constexpr std::int32_t fewest_stages = 3;
 /// What the blocks of a launch of the prefill form share. Behind the pieces, their shared memory holds the
 /// ring: stages of x and A in the shrink, y on its way in the expand; then sums, then xa.
 struct PrefillShape {
-  std::int32_t slab = 0;    ///< rank tiles that are multiplied at once
-  std::int32_t stages = 0;  ///< of the ring
-  std::int32_t stage_bytes = 0;
-  std::int32_t sums_begin = 0;  ///< vectors of 16 bytes from the ring's first
-  std::int32_t xa_begin = 0;    ///< likewise
+  std::int32_t slab = 0;         ///< rank tiles that are multiplied at once
+  std::int32_t stages = 0;       ///< of the ring
+  std::int32_t stage_bytes = 0;  ///< of its x and A, and of what lies between
+  std::int32_t sums_begin = 0;   ///< vectors of 16 bytes from the ring's first
+  std::int32_t xa_begin = 0;     ///< likewise
 
   /// For slots of at most `rank_tiles` rank tiles and pieces of at most `tiles` row tiles, in code for
   /// `compute`.

@@ -70,6 +70,7 @@ class PrefillShrink {
   }
 
  private:
+  /// Whether the block is without a cluster and has all segments.
   [[nodiscard]] __device__ bool lone() const { return p_.shape.team[0].log2 == 0; }
   /// Whether the sums of a warp leave it no registers for what can be found again.
   template <int Tiles>
@@ -112,7 +113,7 @@ class PrefillShrink {
     std::int32_t const count = piece.tiles * ranks;
 #pragma unroll 1
     for (std::int32_t i = warp_index(); i < count; i += prefill_warps)
-      *kept_sum(i, 0) = folded_sum(i, stage_blocks);
+      *kept_sum(i, 0) = folded_sum(i, most_groups);
     __syncthreads();
   }
 
@@ -152,8 +153,8 @@ class PrefillShrink {
     std::uint32_t a_at[Ranks];
 #pragma unroll
     for (int r = 0; r < Ranks; ++r)
-      a_at[r] = (piece_rows + min(own_ranks.first + r, ranks - 1) * tile_ranks) * row_bytes;
-    std::uint32_t const x_at = (own_tiles.size() > 0 ? own_tiles.first : 0) * tile_rows * row_bytes;
+      a_at[r] = (piece_rows + min(own_ranks.first + r, ranks - 1) * tile_ranks) * stage_row_bytes;
+    std::uint32_t const x_at = (own_tiles.size() > 0 ? own_tiles.first : 0) * tile_rows * stage_row_bytes;
     std::int32_t left = min(p_.shape.segment_blocks, p_.shape.blocks - segment * p_.shape.segment_blocks);
     std::int32_t const chunk_blocks =
         lean<Tiles> ? p_.shape.chunk_blocks : in_register(p_.shape.chunk_blocks);
@@ -170,10 +171,10 @@ class PrefillShrink {
 #pragma unroll
         for (int r = 0; r < Ranks; ++r) {
           low[r] = load_shared(at + a_at[r]);
-          high[r] = load_shared(at + a_at[r] + tile_batch_rows * row_bytes);
+          high[r] = load_shared(at + a_at[r] + tile_batch_rows * stage_row_bytes);
         }
         auto const load_x = [&](int t) {
-          if (t < Tiles) x[t % 2] = load_shared(at + x_at + t * tile_rows * row_bytes);
+          if (t < Tiles) x[t % 2] = load_shared(at + x_at + t * tile_rows * stage_row_bytes);
         };
         load_x(0);
         load_x(1);
@@ -218,8 +219,6 @@ class PrefillShrink {
     std::int32_t const parts = sum_parts(p_.shape.team[0].log2);
     return shared_.sums + (index * parts + part) * warp_threads + lane_index();
   }
-  /// Bytes of a row of a block of k of a stage.
-  static constexpr std::uint32_t row_bytes = 64;
   static __device__ Pack<T> pack_of(uint4 const& v) { return {{v.x, v.y, v.z, v.w}}; }
 
   /// All of this warp's share of a slab for operands that vectors cannot load: a call, so that it takes no
@@ -247,7 +246,7 @@ class PrefillShrink {
       for (std::int32_t s = own.first; s < own.last; ++s)
         sum = add(sum, narrow_sum(p, piece, s, slab + above % ranks, tile));
 #pragma unroll 1
-      for (std::int32_t part = 0; part < stage_blocks; ++part)
+      for (std::int32_t part = 0; part < most_groups; ++part)
         send_sum(p, sums, tile * ranks + above % ranks, part, part == 0 ? sum : none);
     }
   }

@@ -99,12 +99,15 @@ inline constexpr std::int64_t long_row_elements = 12288;
   return {2, false};
 }
 
-/// Most rows that the one-launch kernel of few rows serves where there is one for many: of one slot, and of
-/// any number of slots. Measured on one H200, bf16, 512 rows, 4096 -> 4096, rank 16 and 64, microseconds in
-/// the kernel for many and for few: of one adapter 9.9 and 13.8, 10.5 and 24.0; of 8 adapters 16.7
-/// and 23.1, 10.6 and 24.9; of 32, skewed, 45.1 and 63.1, 12.5 and 31.1.
+/// Most rows that the one-launch kernel of few rows serves of one slot, where there is one for many. Measured
+/// on one H200, bf16, 512 rows, 4096 -> 4096, rank 16 and 64, microseconds in the kernel for many and for
+/// few: of one adapter 9.9 and 13.8, 10.5 and 24.0; of 8 adapters 16.7 and 23.1, 10.6 and 24.9; of 32,
+/// skewed, 45.1 and 63.1, 12.5 and 31.1.
 inline constexpr std::int32_t most_decode_rows = 256;
+/// Likewise of rows that may be of several slots or experts.
 inline constexpr std::int32_t most_mixed_decode_rows = 512;
+/// Blocks of the clusters that the prefill kernel can have; 1 is none.
+inline constexpr std::int32_t prefill_clusters[] = {8, 4, 2, 1};
 
 /// Whether the prefill kernel serves `rows` rows, `mixed` if they may be of several slots or experts, of
 /// which slots, or slots and experts, are expected to be `pairs`. Float has none: its sums live in the
