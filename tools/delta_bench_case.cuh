@@ -122,15 +122,20 @@ __global__ void __launch_bounds__(256)
   if (seen == 0x12345678u) *sink = 1;
 }
 
-/// Bytes of one layer's weights of the adapters that occur in a launch.
-inline double layer_bytes(Cell const& launch) {
+/// Adapters that occur in a launch.
+inline std::int32_t adapters_of(Cell const& launch) {
   std::set<std::int32_t> adapters;
   for (std::int32_t const slot : row_slots(launch)) {
     if (slot >= 0) adapters.insert(slot);
   }
+  return static_cast<std::int32_t>(adapters.size());
+}
+
+/// Bytes of one layer's weights of the adapters that occur in a launch.
+inline double layer_bytes(Cell const& launch) {
   double bytes = 0.0;
   for (std::int64_t const n : launch.n_out) bytes += 2.0 * launch.rank * static_cast<double>(launch.k_in + n);
-  return bytes * static_cast<double>(std::max<std::size_t>(adapters.size(), 1));
+  return bytes * std::max(adapters_of(launch), 1);
 }
 
 /// Layer copies with which each of a cell's launches passes 300 MB, so that weights come from memory.
@@ -292,6 +297,7 @@ class Case {
     p.scratch = scratch_;
     p.scratch_bytes = scratch_bytes_;
     p.inputs_settled = settled;
+    p.expected_slots = adapters_of(cell_);
     return p;
   }
 

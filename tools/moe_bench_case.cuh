@@ -281,6 +281,7 @@ class Case {
     p.scratch = scratch_;
     p.scratch_bytes = scratch_bytes_;
     p.inputs_settled = settled;
+    p.expected_slots = cell_.adapters;
     return p;
   }
 

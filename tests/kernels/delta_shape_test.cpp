@@ -35,56 +35,56 @@ DeltaShape shape_of(std::int64_t k_in, std::int32_t cluster, std::int32_t first_
 
 TEST_CASE("the warps of a cluster's blocks multiply every chunk of every rank tile once") {
   constexpr std::int32_t warps = 8;
-  constexpr std::int32_t ranks = 3;
   for (std::int64_t const k_in :
        {1, 33, 100, 768, 1000, 2048, 4096, 5120, 8192, 11008, 14336, 17408, 28672}) {
     Contraction const cut(k_in);
     for (std::int32_t const cluster : {1, 2, 4, 8, 16}) {
-      INFO("k_in " << k_in << ", cluster " << cluster);
-      DeltaShape const shape = shape_of(k_in, cluster, 1, 0);
-      TeamShape const& team = shape.team[0];
-      REQUIRE(team.group >= 1);
-      REQUIRE(team.group * shape.segment_chunks <= max_chunk_slots);
-      REQUIRE(team.group * shape.segment_chunks <= shape.chunk_slots);
-      std::vector<int> times(static_cast<std::size_t>(cut.blocks()) * ranks, 0);
-      for (std::int32_t block = 0; block < cluster; ++block) {
-        Share const segments = shape.segments_of(team, block);
-        for (std::int32_t s = segments.first; s < segments.last; s += team.group) {
-          std::int32_t const slots = (std::min(s + team.group, segments.last) - s) * shape.segment_chunks;
-          for (std::int32_t warp = 0; warp < warps; ++warp) {
-            std::int32_t const of_mate = warps >> team.mates_log2;
-            for (std::int32_t first = warp % of_mate << team.pairs_log2; first < slots;
-                 first += of_mate << team.pairs_log2) {
-              for (std::int32_t slot = first; slot < first + (1 << team.pairs_log2); ++slot) {
-                BlockRange const blocks = shape.chunk_of_slot(s, segments.last, slot);
-                if (blocks.size() == 0) continue;
-                CHECK(slot < max_chunk_slots);
-                CHECK(blocks == cut.chunk(s + slot / shape.segment_chunks, slot % shape.segment_chunks));
-                CHECK((team.pairs_log2 == 0 || blocks.size() <= pair_chunk_blocks));
-                for (std::int32_t r = warp / of_mate; r < ranks; r += 1 << team.mates_log2) {
-                  for (std::int32_t b = blocks.first; b < blocks.last; ++b)
-                    ++times[static_cast<std::size_t>(b * ranks + r)];
-                }
-              }
-            }
+      for (std::int32_t const ranks : {1, 2, 3, 4}) {
+        INFO("k_in " << k_in << ", cluster " << cluster << ", rank tiles " << ranks);
+        DeltaShape const shape = shape_of(k_in, cluster, 1, 0);
+        std::vector<int> times(static_cast<std::size_t>(cut.blocks() * ranks), 0);
+        for (std::int32_t block = 0; block < cluster; ++block) {
+          Share const own = shape.segments_of(shape.team[0], block);
+          ShrinkTasks const& tasks = shape.team[0].tasks[ranks - 1];
+          // Warps that share sums have one task each, and room for its chunks.
+          if (tasks.sharing_log2 > 0) {
+            REQUIRE(tasks.count(own.size()) <= warps);
+            REQUIRE(own.size() * ranks * shape.segment_chunks <=
+                    shape.chunk_sums + (shape.slab - ranks) * max_segments);
+          }
+          for (std::int32_t task = 0; task < tasks.count(own.size()); ++task) {
+            ShrinkTask const found = shape.task_of(tasks, own.first, task);
+            REQUIRE(found.segment * ranks + found.rank_tile == found.sum);
+            REQUIRE((found.rank_tile >= 0 && found.rank_tile < ranks));
+            std::int32_t const segment = found.segment;
+            BlockRange const blocks = found.blocks;
+            for (std::int32_t b = blocks.first; b < blocks.last; ++b)
+              ++times[static_cast<std::size_t>(b * ranks + found.rank_tile)];
+            if (blocks.size() == 0) continue;
+            // A task is whole chunks of one segment.
+            BlockRange const all = cut.segment(own.first + segment);
+            REQUIRE(blocks.first >= all.first);
+            REQUIRE(blocks.last <= all.last);
+            CHECK((blocks.first - all.first) % cut.chunk_blocks() == 0);
+            CHECK((blocks.last == all.last || (blocks.last - all.first) % cut.chunk_blocks() == 0));
           }
         }
+        for (int const t : times) REQUIRE(t == 1);
       }
-      for (int const t : times) REQUIRE(t == 1);
     }
   }
 }
 
-TEST_CASE("a warp takes two short chunks where a block has more of them than warps") {
-  // 128 blocks in 16 segments of 4 chunks of 2: a block of a cluster of 4 has 16 chunks, of 8 has 8, of 16
-  // has 4.
-  CHECK(shape_of(4096, 4, 1, 0).team[0].pairs_log2 == 1);
-  CHECK(shape_of(4096, 4, 1, 0).team[0].mates_log2 == 0);
-  CHECK(shape_of(4096, 8, 1, 0).team[0].pairs_log2 == 0);
-  CHECK(shape_of(4096, 8, 1, 0).team[0].mates_log2 == 0);
-  CHECK(shape_of(4096, 16, 1, 0).team[0].mates_log2 == 1);  // two warps a chunk, which share its rank tiles
-  // 448 blocks in 16 segments of 7 chunks of 4.
-  CHECK(shape_of(14336, 4, 1, 0).team[0].pairs_log2 == 0);
+TEST_CASE("warps share segment sums where a block has fewer of them than warps") {
+  // 128 blocks in 16 segments of 4 chunks: a block of a cluster of 16 has one, of 4 has four.
+  CHECK(ShrinkTasks(1, 1, 4, 8).sharing_log2 == 2);
+  CHECK(ShrinkTasks(1, 4, 4, 8).sharing_log2 == 1);
+  CHECK(ShrinkTasks(4, 1, 4, 8).sharing_log2 == 1);
+  CHECK(ShrinkTasks(2, 4, 4, 8).sharing_log2 == 0);
+  CHECK(ShrinkTasks(4, 4, 4, 8).count(4) == 16);
+  // Seven chunks among four warps: two each, the last one has one.
+  CHECK(ShrinkTasks(2, 1, 7, 8).task_chunks == 2);
+  CHECK(shape_of(14336, 8, 1, 0).task_of(ShrinkTasks(2, 1, 7, 8), 0, 3).blocks == BlockRange{24, 28});
 }
 
 TEST_CASE("the blocks of the clusters of a row tile take every output tile of every projection once") {
@@ -119,8 +119,7 @@ TEST_CASE("half of a cluster has no more chunk sums than its blocks have room fo
       CHECK(split.team[0].log2 == split.team[1].log2 + 1);
       CHECK(split.team[1].block_segments == half.team[0].block_segments);
       CHECK(split.team[1].block_outputs == half.team[0].block_outputs);
-      CHECK(split.chunk_slots >= split.team[0].group * split.segment_chunks);
-      CHECK(split.chunk_slots == half.chunk_slots);
+      CHECK(split.chunk_sums >= half.chunk_sums);
     }
   }
 }

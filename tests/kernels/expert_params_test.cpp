@@ -23,8 +23,12 @@ static_assert(expert_tiles(plan(64, 4, 128), 1000) == 64, "a window's plan holds
 static_assert(expert_tiles(plan(64, 1, 1), 64) == 8);
 static_assert(expert_tiles(ExpertPlan{}, 64) == 0);
 
-static_assert(expert_tuning(16, 1) == 0 && expert_tuning(8, 1) == 1);
-static_assert(expert_tuning(16, 8) == 1 && expert_tuning(16, 100) == 2 && expert_tuning(16, 5000) == 3);
+static_assert(expert_tuning(16, 1, 3584) == 0 && expert_tuning(8, 1, 3584) == 1);
+static_assert(expert_tuning(16, 8, 3584) == 1 && expert_tuning(16, 32, 3584) == 2);
+static_assert(expert_tuning(16, 128, 3584) == 3 && expert_tuning(16, 1 << 30, 3584) == 3);
+// Of long rows it takes four times as many.
+static_assert(expert_tuning(16, 16, 32768) == 0 && expert_tuning(16, 17, 32768) == 1);
+static_assert(expert_tuning(16, 65, 32768) == 2 && expert_tuning(16, 257, 32768) == 3);
 
 // Two projections of rank 64 have four rank tiles each; every group has max_segments sums of 32 float4 a
 // tile.

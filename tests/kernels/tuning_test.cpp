@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <iterator>
+#include <limits>
 
 #include "atlas/lora/kernels/machine.hpp"
 
@@ -29,11 +30,17 @@ static_assert(largest_cluster(120) == 8 && largest_cluster(121) == 8);
 
 // Decode keeps 256 rows of one slot, 512 of any, float all of them, and so do rows of which an expert has
 // fewer than 32.
-static_assert(!uses_prefill(90, 256, 2, false) && uses_prefill(90, 257, 2, false));
-static_assert(!uses_prefill(90, 512, 2, true) && uses_prefill(90, 513, 2, true));
-static_assert(uses_prefill(120, 1 << 30, 2, true));
-static_assert(!uses_prefill(89, 2048, 2, false) && !uses_prefill(90, 2048, 4, false));
-static_assert(uses_prefill(90, 4096, 2, true, 128) && !uses_prefill(90, 4095, 2, true, 128));
+static_assert(expected_row_tiles(64, 0) == 64 && expected_row_tiles(64, 1) == 8);
+static_assert(expected_row_tiles(64, 8) == 8 && expected_row_tiles(65, 8) == 16);
+static_assert(expected_row_tiles(3, 8) == 3 && expected_row_tiles(0, 0) == 0);
+static_assert(!uses_prefill(90, 256, 2, 1) && uses_prefill(90, 257, 2, 1));
+static_assert(!uses_prefill(90, 512, 2, 0) && uses_prefill(90, 513, 2, 0));
+static_assert(uses_prefill(120, 1 << 30, 2, 0));
+static_assert(!uses_prefill(89, 2048, 2, 1) && !uses_prefill(90, 2048, 4, 1));
+// Rows a slot, or a slot and an expert, decide, however many those are.
+static_assert(uses_prefill(90, 1024, 2, 8) && !uses_prefill(90, 1023, 2, 8));
+static_assert(uses_prefill(90, 16384, 2, 128) && !uses_prefill(90, 16383, 2, 128));
+static_assert(!uses_prefill(90, (std::numeric_limits<std::int32_t>::max)(), 2, std::int64_t{1} << 31));
 // Of 132 multiprocessors 66 clusters of two have up to eight row tiles; beyond, every block has some of its
 // own.
 static_assert(prefill_cluster(1, false, 132) == 8 && prefill_cluster(131, false, 132) == 8);
@@ -45,7 +52,7 @@ TEST_CASE("the choice is total and never a cluster that the machine does not hav
   for (std::int32_t const compute : {90, 100, 103, 120, 121}) {
     for (std::int32_t const rows : {1, 2, 3, 8, 9, 64, 128, 129, 512, 513, 8192, 1 << 30}) {
       for (std::int64_t const row_elements : {std::int64_t{2}, std::int64_t{8192}, std::int64_t{1} << 33}) {
-        DeltaChoice const choice = delta_choice(largest_cluster(compute), rows, row_elements);
+        DeltaChoice const choice = delta_choice(largest_cluster(compute), rows, 0, row_elements);
         REQUIRE(choice.tuning < std::size(delta_tunings));
         CHECK(delta_tunings[choice.tuning].cluster <= largest_cluster(compute));
         CHECK((!choice.splits || (choice.tuning == 1 && largest_cluster(compute) >= 16)));
@@ -55,13 +62,16 @@ TEST_CASE("the choice is total and never a cluster that the machine does not hav
 }
 
 TEST_CASE("few rows have clusters of 16, many of 4, and those between of 8, which may be two teams") {
-  CHECK(delta_choice(16, 1, 4096 + 4096) == DeltaChoice{0, false});
-  CHECK(delta_choice(16, 8, 4096 + 4096) == DeltaChoice{0, false});
-  CHECK(delta_choice(8, 1, 4096 + 4096) == DeltaChoice{1, false});
-  CHECK(delta_choice(16, 9, 4096 + 4096) == DeltaChoice{1, false});
-  CHECK(delta_choice(16, 64, 4096 + 4096) == DeltaChoice{1, true});
-  CHECK(delta_choice(16, 64, 14336 + 4096) == DeltaChoice{1, false});
-  CHECK(delta_choice(16, 129, 14336 + 4096) == DeltaChoice{2, false});
+  CHECK(delta_choice(16, 1, 0, 4096 + 4096) == DeltaChoice{0, false});
+  CHECK(delta_choice(16, 8, 0, 4096 + 4096) == DeltaChoice{0, false});
+  CHECK(delta_choice(8, 1, 0, 4096 + 4096) == DeltaChoice{1, false});
+  CHECK(delta_choice(16, 9, 0, 4096 + 4096) == DeltaChoice{1, false});
+  CHECK(delta_choice(16, 32, 1, 4096 + 4096) == DeltaChoice{0, false});  // four row tiles
+  CHECK(delta_choice(16, 33, 1, 4096 + 4096) == DeltaChoice{1, true});
+  CHECK(delta_choice(16, 32, 5, 4096 + 4096) == DeltaChoice{1, true});
+  CHECK(delta_choice(16, 64, 0, 4096 + 4096) == DeltaChoice{1, true});
+  CHECK(delta_choice(16, 64, 0, 14336 + 4096) == DeltaChoice{1, false});
+  CHECK(delta_choice(16, 129, 0, 14336 + 4096) == DeltaChoice{2, false});
 }
 
 TEST_CASE("a machine knows what was prepared, and refuses more than it can note") {

@@ -35,6 +35,17 @@ __device__ inline void copy_line_part_if(std::uint32_t to, void const* from, int
       "l"(from), "r"(bytes), "r"(static_cast<int>(condition))
       : "memory");
 }
+/// Copies `bytes` of 16 bytes, all or none, to the shared address `to` and zeroes the others: as
+/// `copy_line_part_if`, always.
+__device__ inline void copy_line_part(std::uint32_t to, void const* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+/// Writes 16 bytes to the shared address `to`.
+__device__ inline void store_shared(std::uint32_t to, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 /// The 16 bytes at the shared address `from`.
 __device__ inline uint4 load_shared(std::uint32_t from) {
   uint4 v;

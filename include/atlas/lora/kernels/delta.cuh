@@ -74,6 +74,26 @@ inline constexpr auto delta_kernel_of =
 template <Element T, Element Y>
 inline constexpr bool splits_clusters = sizeof(T) == 2 && sizeof(Y) == 2;
 
+/// Sets the stages of a warp, and fewer rank tiles of a slab where there is little room, and gives the bytes
+/// of shared memory: as many stages as let `blocks` blocks share a multiprocessor, two at least; else as many
+/// as a block has room for.
+template <int Warps, Element T, Element Y>
+std::size_t fit_stages(Operands<T, Y>& p, std::int32_t blocks, Machine const& machine) noexcept {
+  auto const bytes = [&] { return delta_shared_bytes<Warps, T>(p.shape, p.xa_shared_stride); };
+  auto const fits = [&](std::int32_t fewest, std::size_t budget) {
+    for (p.shape.stages = most_delta_stages; p.shape.stages > fewest; --p.shape.stages) {
+      if (bytes() <= budget) return true;
+    }
+    return bytes() <= budget;
+  };
+  if (blocks >= 2 && fits(2, shared_budget(machine, blocks))) return bytes();
+  while (!fits(1, machine.shared_bytes_per_block) && p.shape.slab > 1) {
+    p.shape.slab /= 2;
+    p.shape.set_chunk_sums();
+  }
+  return bytes();
+}
+
 /// The one-launch form of a tuning, whose clusters may be two teams where it `Splits`: beyond
 /// `most_whole_tiles` row tiles.
 template <class Tuning, bool Splits = false, Element T, Element Y, class Source>
@@ -81,12 +101,14 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
                          cudaStream_t stream, std::int32_t most_whole_tiles = 0) noexcept {
   constexpr DeltaTuning tuning = Tuning::value;
   set_shape(p, tuning, most_whole_tiles);
-  std::size_t const shared =
-      delta_shared_bytes<tuning.threads / warp_threads, T>(p.shape, p.xa_shared_stride);
+  std::int64_t const teams = tiles * std::int64_t{p.shape.team[0].max_parts};
+  // Where this launch and the next one leave room, a block may have a multiprocessor to itself.
+  bool const few = 2 * teams * tuning.cluster <= machine.multiprocessors;
+  std::int32_t const blocks = blocks_of(tuning, sizeof(T));
+  std::size_t const shared = fit_stages<tuning.threads / warp_threads>(p, few ? 1 : blocks, machine);
   if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster)
     return cudaErrorInvalidValue;
-  LaunchShape const shape = team_shape(tuning, blocks_of(tuning, sizeof(T)),
-                                       tiles * std::int64_t{p.shape.team[0].max_parts}, shared, machine);
+  LaunchShape const shape = team_shape(tuning, blocks, teams, shared, machine);
   return launch(delta_kernel_of<Tuning, Splits, T, Y, Source>, shape, machine, stream, p, source);
 }
 
@@ -97,7 +119,7 @@ cudaError_t launch_splitting(Operands<T, Y> const& p, Source const& source, std:
   constexpr DeltaTuning tuning = Tuning::value;
   bool const two = blocks_of(tuning, sizeof(T)) >= 2 && tuning.grid_per_multiprocessor >= 2;
   return launch_whole<Tuning, true>(p, source, tiles, machine, stream,
-                                    machine.resident_teams(tuning.cluster, two ? 2 : 1));
+                                    most_whole_tiles(machine.resident_teams(tuning.cluster, two ? 2 : 1)));
 }
 
 /// The prefill form in clusters of `cluster` blocks; false, and nothing enqueued, where the machine cannot.
@@ -122,21 +144,27 @@ bool launch_prefill(Operands<T, Y> p, Source const& source, std::int32_t tiles, 
   return true;
 }
 
-/// The prefill form where the library picks it, for rows that may be `mixed`, of several slots or experts,
-/// and of which slots, or slots and experts, are expected to be `pairs`; false, and nothing enqueued,
-/// elsewhere.
+/// The prefill form where the library picks it, for rows that are expected to be of `pairs` slots, or slots
+/// and experts, or of an unknown number, 0; false, and nothing enqueued, elsewhere.
 template <Element T, Element Y, class Source>
-bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t tiles, bool mixed,
-                 std::int32_t pairs, Machine const& machine, cudaStream_t stream,
-                 cudaError_t& error) noexcept {
+bool launch_many(Operands<T, Y> const& p, Source const& source, std::int32_t tiles, std::int64_t pairs,
+                 Machine const& machine, cudaStream_t stream, cudaError_t& error) noexcept {
   if constexpr (sizeof(T) == 2) {
-    if (!uses_prefill(machine.compute, p.rows, sizeof(T), mixed, pairs)) return false;
+    if (!uses_prefill(machine.compute, p.rows, sizeof(T), pairs)) return false;
     // A block of four keeps fewer sums than one of two; where neither has room, the kernel of few rows has.
-    for (std::int32_t const cluster : {prefill_cluster(tiles, mixed, machine.multiprocessors), 4}) {
+    for (std::int32_t const cluster : {prefill_cluster(tiles, pairs != 1, machine.multiprocessors), 4}) {
       if (launch_prefill(p, source, tiles, cluster, machine, stream, error)) return true;
     }
   }
   return false;
+}
+
+/// Elements of x and of every y of a row.
+template <Element T, Element Y>
+std::int64_t row_elements(Operands<T, Y> const& p) noexcept {
+  std::int64_t elements = p.k_in;
+  for (int i = 0; i < p.num_projections; ++i) elements += p.projections[i].table.n_out;
+  return elements;
 }
 
 /// The one-launch form in the kernel and the tuning that the library picks.
@@ -144,10 +172,9 @@ template <Element T, Element Y, class Source>
 cudaError_t launch_built(Operands<T, Y> const& p, Source const& source, std::int32_t tiles,
                          Machine const& machine, cudaStream_t stream) noexcept {
   cudaError_t error = cudaSuccess;
-  if (launch_many(p, source, tiles, p.plan.max_groups > 1, 1, machine, stream, error)) return error;
-  std::int64_t row_elements = p.k_in;
-  for (int i = 0; i < p.num_projections; ++i) row_elements += p.projections[i].table.n_out;
-  DeltaChoice const choice = delta_choice(machine.max_cluster, p.rows, row_elements);
+  std::int32_t const slots = p.plan.max_groups <= 1 ? 1 : p.expected_slots;
+  if (launch_many(p, source, tiles, slots, machine, stream, error)) return error;
+  DeltaChoice const choice = delta_choice(machine.max_cluster, p.rows, slots, row_elements(p));
   if constexpr (splits_clusters<T, Y>) {
     if (choice.splits) return launch_splitting<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
   }

@@ -34,7 +34,12 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
   if constexpr (Splits && __CUDA_ARCH__ >= 1200) return;  // it is not launched where no cluster of 16 is
   extern __shared__ float4 dynamic[];
   DeltaShared<Warps, T> const shared(dynamic, p.shape);
-  if (!p.inputs_settled) enter();
+  // Where nothing but x and y depends on launches before, the next launch may start as early as this one.
+  if (p.inputs_settled) {
+    trigger_dependents();
+  } else {
+    enter();
+  }
   std::int32_t const tiles = source.num_tiles(p);
   int const warp = warp_index();
   auto const grid = static_cast<std::int32_t>(gridDim.x);
@@ -85,13 +90,14 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
   __syncthreads();
   // The wait stands before the first word to another block.
   cluster_arrive_relaxed();
-  for (int i = begin;; i = 0) {
 #pragma unroll 1
-    while (i < shared.head->window_end && shared.tile(i).exists != 0) multiply.tile(i++);
-    if (i < shared.head->window_end) {
-      multiply.finish(i);
-      break;
+  for (int i = begin;; i = 0) {
+    multiply.begin(i);
+#pragma unroll 1
+    while (i < shared.head->window_end && shared.tile(i).exists != 0) {
+      if (!multiply.tile(i++)) return;
     }
+    if (i < shared.head->window_end) break;
     // The warp is asked for again, so that nothing that follows from it is held all the way.
     int const again = thread_here() / warp_threads;
     std::int32_t const item = shared.head->window_items;
@@ -104,6 +110,7 @@ __global__ void __launch_bounds__(Warps* warp_threads, BlocksPerMultiprocessor)
     }
     __syncthreads();
   }
+  multiply.finish();
 #endif
 }
 

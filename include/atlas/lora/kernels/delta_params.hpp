@@ -41,8 +41,12 @@ struct DeltaParams {
   std::size_t scratch_bytes = 0;
   /// Promises that row slots, plan and tables are settled before this launch's dependencies: since their last
   /// writer the stream has had a full edge, or a kernel that waits before it triggers. Weights are then on
-  /// their way before x is ready.
+  /// their way before x is ready. A delta without this promise is such a kernel; one with it lets the next
+  /// launch start as early as itself.
   bool inputs_settled = false;
+  /// Slots that the rows are of, as far as the host knows; 0 where it does not. Decides which kernel serves
+  /// many rows, so speed and never bits.
+  std::int32_t expected_slots = 0;
 };
 
 /// The first half: `xa[row, offset_p + j] = T(sum_k x[row, k] * A[j, k])`, for an engine that overlaps it

@@ -22,10 +22,10 @@ namespace atlas::lora::inline v0 {
   return width + static_cast<std::int32_t>(pad / element_bytes);
 }
 
-/// Chunk sums that a block keeps for a rank tile at once.
-inline constexpr std::int32_t max_chunk_slots = 32;
-/// Most blocks of a chunk of which a warp takes two together.
-inline constexpr std::int32_t pair_chunk_blocks = 2;
+/// Blocks of k, or of a rank, of a stage: what a warp of the one-launch delta fetches at a time.
+inline constexpr std::int32_t delta_stage_blocks = 2;
+/// Most stages of a warp.
+inline constexpr std::int32_t most_delta_stages = 3;
 
 /// What stands for a row tile that does not exist.
 inline constexpr std::int32_t no_tile = std::int32_t{1} << 30;
@@ -42,15 +42,45 @@ struct TileWalk {
   friend constexpr bool operator==(TileWalk const&, TileWalk const&) = default;
 };
 
+/// How the warps of a block share the segment sums of a slab of rank tiles: where there are fewer sums than
+/// warps, several warps take neighbouring chunks of each, a task.
+struct ShrinkTasks {
+  std::int32_t ranks = 1;         ///< rank tiles of the slab, which run fastest among sums
+  std::int32_t inverse = 256;     ///< `sum * inverse >> 8` is `sum / ranks`
+  std::int32_t sharing_log2 = 0;  ///< tasks of a sum, as a power of two
+  std::int32_t task_chunks = 0;   ///< of a task; a sum's last tasks may have fewer, or none
+
+  constexpr ShrinkTasks() = default;
+  /// Of a block with at most `segments` segments.
+  constexpr ShrinkTasks(std::int32_t segments, std::int32_t rank_tiles, std::int32_t segment_chunks,
+                        std::int32_t warps) noexcept
+      : ranks(rank_tiles), inverse((255 + rank_tiles) / rank_tiles) {
+    while (segments * ranks << (sharing_log2 + 1) <= warps && 1 << sharing_log2 < segment_chunks)
+      ++sharing_log2;
+    task_chunks = (segment_chunks + (1 << sharing_log2) - 1) >> sharing_log2;
+  }
+  /// Tasks of a block that has `segments` segments.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t count(std::int32_t segments) const noexcept {
+    return segments * ranks << sharing_log2;
+  }
+};
+
+/// One task of a warp.
+struct ShrinkTask {
+  std::int32_t sum = 0;        ///< of the block's: segment by rank tile
+  std::int32_t segment = 0;    ///< counted from the block's first
+  std::int32_t rank_tile = 0;  ///< of the slab
+  std::int32_t part = 0;       ///< of the sum
+  BlockRange blocks{};         ///< of k
+};
+
 /// How the work on a row tile is divided in a team of one size.
 struct TeamShape {
-  std::int32_t log2 = 0;            ///< blocks of the team, as a power of two
-  std::int32_t block_segments = 0;  ///< segments of a block
-  std::int32_t group = 0;           ///< of those, the ones whose chunks a block multiplies together
-  std::int32_t pairs_log2 = 0;      ///< chunk slots that a warp takes together, as a power of two: 1 or 2
-  std::int32_t mates_log2 = 0;      ///< warps that share the rank tiles of one chunk slot, likewise
-  std::int32_t block_outputs = 0;   ///< output tiles of a block of a team that has a row tile to itself
-  std::int32_t max_parts = 1;       ///< teams that a row tile's outputs can occupy
+  std::int32_t log2 = 0;               ///< blocks of the team, as a power of two
+  std::int32_t block_segments = 0;     ///< segments of a block
+  std::int32_t block_outputs = 0;      ///< output tiles of a block of a team that has a row tile to itself
+  std::int32_t max_parts = 1;          ///< teams that a row tile's outputs can occupy
+  ShrinkTasks tasks[slab_rank_tiles];  ///< of a slab of 1, 2, 3 and 4 rank tiles
 };
 
 /// What every block of a one-launch delta would otherwise work out for itself. Blocks take neighbouring
@@ -62,10 +92,11 @@ struct DeltaShape {
   std::int32_t segment_blocks = 0;
   std::int32_t segment_chunks = 0;
   std::int32_t chunk_blocks = 0;
-  std::int32_t chunk_inverse =
-      0;                         ///< `slot * chunk_inverse >> 8` is `slot / segment_chunks` for a chunk slot
-  std::int32_t chunk_slots = 0;  ///< chunk sums that a block keeps for a rank tile, in a team of either size
-  std::int32_t slab = 1;         ///< rank tiles whose sums are exchanged at once
+  /// Sums of chunks that a block has room for beyond the segment sums: where warps share sums, chunks lie
+  /// behind the segments of as many rank tiles as there are, so over those of rank tiles that there are not.
+  std::int32_t chunk_sums = 0;
+  std::int32_t stages = 1;            ///< of a warp
+  std::int32_t slab = 1;              ///< rank tiles whose sums are exchanged at once
   std::int32_t most_whole_tiles = 0;  ///< row tiles up to which a cluster is one team; 0: always
   std::int32_t first_output[max_projections + 1] = {};  ///< prefix counts of output tiles
   std::int32_t xa_offset[max_projections] = {};         ///< of a projection in a row of xa
@@ -79,12 +110,11 @@ struct DeltaShape {
     segment_blocks = cut.segment_blocks();
     segment_chunks = cut.segment_chunks();
     chunk_blocks = cut.chunk_blocks();
-    chunk_inverse = (256 + segment_chunks - 1) / segment_chunks;
     most_whole_tiles = whole_tiles;
     set_team(0, cluster, warps, first_output[num_projections]);
     set_team(1, whole_tiles > 0 ? cluster / 2 : cluster, warps, first_output[num_projections]);
-    chunk_slots = team[1].group * segment_chunks;  // the smaller team's blocks have no fewer
     slab = rank_tiles < slab_rank_tiles ? rank_tiles : slab_rank_tiles;
+    set_chunk_sums();
   }
 
   /// The segments of block `block` of a team.
@@ -121,19 +151,32 @@ struct DeltaShape {
     std::int32_t const begin = ((part << of.log2) + block) * count;
     return clipped(begin - first, count, 0, first_output[projection + 1] - first);
   }
-  /// The blocks of k that chunk slot `slot` multiplies in the group of segments from `segment` to `last`;
-  /// empty for a slot that has none.
-  [[nodiscard]] ATLAS_HD constexpr BlockRange chunk_of_slot(std::int32_t segment, std::int32_t last,
-                                                            std::int32_t slot) const noexcept {
-    std::int32_t const slot_segment = slot * chunk_inverse >> 8;
-    std::int32_t const slot_chunk = slot - slot_segment * segment_chunks;
-    segment += slot_segment;
-    if (segment >= last) return {};
-    std::int32_t end = (segment + 1) * segment_blocks;
-    if (end > blocks) end = blocks;
-    std::int32_t first = segment * segment_blocks + slot_chunk * chunk_blocks;
-    if (first > end) first = end;
-    return {first, first + chunk_blocks < end ? first + chunk_blocks : end};
+  /// Task `task` of a block whose segments begin with `first_segment`; its blocks may be none.
+  [[nodiscard]] ATLAS_HD constexpr ShrinkTask task_of(ShrinkTasks const& tasks, std::int32_t first_segment,
+                                                      std::int32_t task) const noexcept {
+    ShrinkTask found;
+    found.sum = task >> tasks.sharing_log2;
+    found.part = task & ((1 << tasks.sharing_log2) - 1);
+    found.segment = found.sum * tasks.inverse >> 8;
+    found.rank_tile = found.sum - found.segment * tasks.ranks;
+    std::int32_t const size = tasks.task_chunks * chunk_blocks;
+    std::int32_t const begin = (first_segment + found.segment) * segment_blocks;
+    std::int32_t const end = begin + segment_blocks < blocks ? begin + segment_blocks : blocks;
+    std::int32_t const first = begin + found.part * size < end ? begin + found.part * size : end;
+    found.blocks = {first, first + size < end ? first + size : end};
+    return found;
+  }
+
+  /// Sets what follows from the slab.
+  constexpr void set_chunk_sums() noexcept {
+    chunk_sums = 0;
+    for (TeamShape const& of : team) {
+      for (std::int32_t ranks = 1; ranks <= slab; ++ranks) {
+        if (of.tasks[ranks - 1].sharing_log2 == 0) continue;
+        std::int32_t const sums = of.block_segments * ranks * segment_chunks - (slab - ranks) * max_segments;
+        if (sums > chunk_sums) chunk_sums = sums;
+      }
+    }
   }
 
  private:
@@ -143,12 +186,8 @@ struct DeltaShape {
     t.log2 = 0;
     while (1 << t.log2 < blocks_of_team) ++t.log2;
     t.block_segments = static_cast<std::int32_t>(divide_up(segments, blocks_of_team));
-    t.group = max_chunk_slots / segment_chunks;
-    if (t.group > t.block_segments) t.group = t.block_segments;
-    std::int32_t const slots = t.group * segment_chunks;
-    t.pairs_log2 = chunk_blocks <= pair_chunk_blocks && slots > warps ? 1 : 0;
-    t.mates_log2 = 0;
-    while ((slots << (t.mates_log2 + 1)) <= (warps << t.pairs_log2)) ++t.mates_log2;
+    for (std::int32_t ranks = 1; ranks <= slab_rank_tiles; ++ranks)
+      t.tasks[ranks - 1] = ShrinkTasks(t.block_segments, ranks, segment_chunks, warps);
     t.block_outputs = static_cast<std::int32_t>(divide_up(outputs, blocks_of_team));
     t.max_parts = static_cast<std::int32_t>(divide_up(t.block_outputs, warps));
   }

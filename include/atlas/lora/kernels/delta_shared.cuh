@@ -21,9 +21,15 @@ inline constexpr int rank_tile_values = 4 * warp_threads;
 /// Values of one rank tile's segment sums.
 inline constexpr int rank_tile_segments = max_segments * rank_tile_values;
 
+/// Bytes from one of a lane's 16-byte vectors in a stage to its next: all lanes' lie between.
+inline constexpr std::uint32_t stage_vector_bytes = 16 * warp_threads;
+/// Bytes of a stage of a warp: four packs of weights, two of x, where y lies instead in the expand.
+template <Element T>
+inline constexpr std::uint32_t stage_bytes = 6 * stage_vector_bytes*(sizeof(Pack<T>) / 16);
+
 /// What a block keeps in shared memory beside the arrays.
 template <int Warps, Element T>
-struct alignas(16) DeltaHead {
+struct alignas(128) DeltaHead {
   Barrier sums_full;   ///< all segment sums of a slab are here
   Barrier sums_empty;  ///< all blocks of the team have folded theirs
   TeamShape team;      ///< of the block's team
@@ -38,30 +44,38 @@ struct alignas(16) DeltaHead {
   RowTileBytes<T> tile[Warps];
 };
 
-/// Bytes of a block's shared memory: head, segment sums, chunk sums, xa.
+/// Elements of one of the two places of xa.
+template <Element T>
+ATLAS_HD constexpr std::int32_t xa_elements(std::int32_t xa_shared_stride) noexcept {
+  return tile_rows * xa_shared_stride;
+}
+
+/// Bytes of a block's shared memory: head, stages, segment sums, chunk sums, xa twice.
 template <int Warps, Element T>
-ATLAS_HD constexpr std::size_t delta_shared_bytes(DeltaShape const& shape,
-                                                  std::int32_t xa_shared_stride) noexcept {
-  auto const sums = static_cast<std::size_t>(shape.slab) *
-                    (max_segments + static_cast<std::size_t>(shape.chunk_slots)) * warp_threads;
-  std::size_t const xa =
-      static_cast<std::size_t>(tile_rows) * static_cast<std::size_t>(xa_shared_stride) * sizeof(T);
-  return sizeof(DeltaHead<Warps, T>) + sizeof(float4) * sums + xa;
+constexpr std::size_t delta_shared_bytes(DeltaShape const& shape, std::int32_t xa_shared_stride) noexcept {
+  auto const stages = static_cast<std::size_t>(Warps * shape.stages) * stage_bytes<T>;
+  auto const sums = static_cast<std::size_t>(shape.slab * max_segments + shape.chunk_sums) * warp_threads;
+  std::size_t const xa = 2 * sizeof(T) * static_cast<std::size_t>(xa_elements<T>(xa_shared_stride));
+  return sizeof(DeltaHead<Warps, T>) + stages + sizeof(float4) * sums + xa;
 }
 
 /// A block's shared memory by name.
 template <int Warps, Element T>
 struct DeltaShared {
   DeltaHead<Warps, T>* head;
-  float4* segments;  ///< [slab][max_segments][32]
-  float4* chunks;    ///< [slab][chunk_slots][32]
-  T* xa;             ///< [tile_rows][xa_shared_stride]
+  float4* stages;    ///< [Warps][stages], `stage_bytes` each
+  float4* segments;  ///< [slab][max_segments][32], and [chunk_sums][32] more
+  T* xa;             ///< [2][tile_rows][xa_shared_stride], taken in turn by row tiles
 
   __device__ DeltaShared(float4* base, DeltaShape const& shape)
       : head(reinterpret_cast<DeltaHead<Warps, T>*>(base)),
-        segments(base + sizeof(DeltaHead<Warps, T>) / sizeof(float4)),
-        chunks(segments + shape.slab * max_segments * warp_threads),
-        xa(reinterpret_cast<T*>(chunks + shape.slab * shape.chunk_slots * warp_threads)) {}
+        stages(base + sizeof(DeltaHead<Warps, T>) / sizeof(float4)),
+        segments(stages + Warps * shape.stages * static_cast<int>(stage_bytes<T> / sizeof(float4))),
+        xa(reinterpret_cast<T*>(segments + (shape.slab * max_segments + shape.chunk_sums) * warp_threads)) {}
+  /// Chunk sums, [sums][segment_chunks][32], of a slab of `ranks` rank tiles.
+  __device__ float4* chunks(std::int32_t ranks) const {
+    return segments + ranks * max_segments * warp_threads;
+  }
   /// The team's `item`-th row tile.
   [[nodiscard]] __device__ std::int32_t row_tile(std::int32_t item) const {
     TileWalk const& walk = head->walk;

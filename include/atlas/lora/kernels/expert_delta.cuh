@@ -46,6 +46,7 @@ bool complete(Operands<T, Y>& p, ExpertSource<T>& source, ExpertDeltaParams<T, Y
   p.rows = params.rows;
   p.num_projections = params.num_projections;
   p.inputs_settled = params.inputs_settled;
+  p.expected_slots = params.expected_slots;
   source.plan = params.plan;
   source.input = params.input;
   for (std::int32_t i = 0; i < params.num_projections; ++i) {
@@ -146,10 +147,11 @@ template <Element T, Element Y>
   if (detail::idle(p, source)) return cudaSuccess;
   std::int32_t const tiles = expert_tiles(params.plan, params.rows);
   cudaError_t error = cudaSuccess;
-  if (detail::launch_many(p, source, tiles, true, params.plan.num_experts, machine, stream, error))
-    return error;
+  std::int64_t const pairs =
+      std::int64_t{params.plan.num_experts} * (p.expected_slots > 0 ? p.expected_slots : 1);
+  if (detail::launch_many(p, source, tiles, pairs, machine, stream, error)) return error;
   using detail::BuiltTuning;
-  switch (expert_tuning(machine.max_cluster, tiles)) {
+  switch (expert_tuning(machine.max_cluster, tiles, detail::row_elements(p))) {
     case 0: return detail::launch_whole<BuiltTuning<0, T>>(p, source, tiles, machine, stream);
     case 1: return detail::launch_whole<BuiltTuning<1, T>>(p, source, tiles, machine, stream);
     case 2: return detail::launch_whole<BuiltTuning<2, T>>(p, source, tiles, machine, stream);

@@ -53,6 +53,8 @@ struct ExpertDeltaParams {
   /// one that makes the plan it holds only if a full edge, or a kernel that waits before it triggers, lies
   /// between: the experts' own product, say.
   bool inputs_settled = false;
+  /// As `DeltaParams::expected_slots`; 0 counts as one.
+  std::int32_t expected_slots = 0;
 };
 static_assert(std::is_trivially_copyable_v<ExpertDeltaParams<float>>);
 
@@ -63,11 +65,20 @@ static_assert(std::is_trivially_copyable_v<ExpertDeltaParams<float>>);
   return tiles < plan.max_groups ? tiles : plan.max_groups;
 }
 
-/// The index into `delta_tunings` for at most `tiles` row tiles: the fewer, the more blocks share one.
-[[nodiscard]] constexpr std::size_t expert_tuning(std::int32_t max_cluster, std::int32_t tiles) noexcept {
-  if (tiles <= 2 && max_cluster >= 16) return 0;
-  if (tiles <= 32) return 1;
-  return tiles <= 128 ? 2 : 3;
+/// The index into `delta_tunings` for at most `tiles` row tiles of rows of `row_elements` elements (k_in and
+/// every n_out): the fewer they are, and the longer, the more blocks share one. Measured on one H200, bf16,
+/// rank 16 and 64, microseconds in clusters of 16, 8, 4 and 2. 2048 -> 768 twice, of up to 8 row tiles 4.9
+/// and 8.3, 3.4 and 8.0, 4.1 and 11.6, 6.4 and 16.7; of 32 (4 adapters) 11.6 and 23.4, 7.6 and 17.3, 5.0
+/// and 12.7, 6.8 and 18.4; of 128 (one adapter) 28.9 and 55, 15.3 and 29.3, 12.3 and 28.2, 9.1 and 23.6.
+/// 4096 -> 14336 twice, of up to 11: 9.6 and 18.2, 12.7 and 24.0, 11.8 and 25.6, 12.3 and 32.3; of 44 (4
+/// adapters) 26.1 and 58, 22.6 and 56.2, 24.0 and 56.2, 24.9 and 60.7.
+[[nodiscard]] constexpr std::size_t expert_tuning(std::int32_t max_cluster, std::int32_t tiles,
+                                                  std::int64_t row_elements) noexcept {
+  constexpr std::int64_t long_row = 8192;
+  std::int64_t const weighed = row_elements > long_row ? tiles : std::int64_t{tiles} * 4;
+  if (weighed <= 16 && max_cluster >= 16) return 0;
+  if (weighed <= 64) return 1;
+  return weighed <= 256 ? 2 : 3;
 }
 
 namespace detail {

@@ -253,6 +253,77 @@ class Accumulator<float> {
   float sum_[2][tile_batch_rows] = {};
 };
 
+/// One chain of blocks with batch rows as the 16-row operand, of which eight are used: eight batch rows by
+/// eight weight rows, with the bits of `Accumulator`. A lane ends with batch row `group()` and weight rows `2
+/// quad()` and one more, which needs no transposition on the way to memory.
+template <Element T>
+class RowAccumulator {
+ public:
+  /// Adds one block to each of the first chains: of batch row `group()`, and of each chain's weight row
+  /// `group()`.
+  template <int Most, int Chains>
+  __device__ static void add(RowAccumulator (&chains)[Most], Pack<T> const (&weights)[Chains],
+                             Pack<T> const& x) {
+    static_assert(Chains <= Most);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // What stands in the eight rows that are not used is multiplied and dropped: whatever the registers
+      // hold.
+      std::uint32_t unused[2];
+      asm("" : "=r"(unused[0]), "=r"(unused[1]));
+#pragma unroll
+      for (int i = 0; i < Chains; ++i) {
+        mma_m16n8k16<T>(chains[i].c_, x.word[2 * half], unused[0], x.word[2 * half + 1], unused[1],
+                        weights[i].word[2 * half], weights[i].word[2 * half + 1]);
+      }
+    }
+  }
+  /// The chain's values; nothing may be added after.
+  __device__ float2 finish() const { return make_float2(c_[0], c_[1]); }
+
+ private:
+  float c_[4] = {0.0F, 0.0F, 0.0F, 0.0F};
+};
+
+/// The same in fused multiply-adds. Each lane sums its own elements of its weight row against all eight batch
+/// rows; `finish` adds the four lanes of a row and gives every lane its two.
+template <>
+class RowAccumulator<float> {
+ public:
+  template <int Most, int Chains>
+  __device__ static void add(RowAccumulator (&chains)[Most], Pack<float> const (&weights)[Chains],
+                             Pack<float> const& x) {
+    static_assert(Chains <= Most);
+#pragma unroll
+    for (int column = 0; column < tile_batch_rows; ++column) {
+#pragma unroll
+      for (int e = 0; e < pack_elements; ++e) {
+        float const xe = __uint_as_float(__shfl_sync(0xffffffffu, x.word[e], column * 4 + quad()));
+#pragma unroll
+        for (int i = 0; i < Chains; ++i) {
+          chains[i].sum_[column] = fma_rn(__uint_as_float(weights[i].word[e]), xe, chains[i].sum_[column]);
+        }
+      }
+    }
+  }
+  __device__ float2 finish() const {
+    float2 value{};
+#pragma unroll
+    for (int column = 0; column < tile_batch_rows; ++column) {
+      float total = sum_[column];
+      total = add_rn(total, __shfl_xor_sync(0xffffffffu, total, 1));
+      total = add_rn(total, __shfl_xor_sync(0xffffffffu, total, 2));
+      float const first = __shfl_sync(0xffffffffu, total, 8 * quad());
+      float const second = __shfl_sync(0xffffffffu, total, 8 * quad() + 4);
+      if (column == group()) value = make_float2(first, second);
+    }
+    return value;
+  }
+
+ private:
+  float sum_[tile_batch_rows] = {};
+};
+
 /// Four accumulator quarters, weight rows `r` = 0 to 7 of matrices 0 to 3, given back as the eight weight
 /// rows `2 quad()`, `2 quad() + 1` of matrix 0, then 1, 2, 3 of batch row `group()`, rounded to `T`. `value[2
 /// m]` and `value[2 m + 1]` are matrix m's weight row `group()` at batch rows `2 quad()` and one more.

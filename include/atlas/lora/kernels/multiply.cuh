@@ -13,376 +13,377 @@
 #include "atlas/lora/kernels/contraction.hpp"
 #include "atlas/lora/kernels/delta_shape.hpp"
 #include "atlas/lora/kernels/delta_shared.cuh"
+#include "atlas/lora/kernels/delta_stream.cuh"
 #include "atlas/lora/kernels/expand.cuh"
 #include "atlas/lora/kernels/fragment.cuh"
-#include "atlas/lora/kernels/launch.cuh"
-#include "atlas/lora/kernels/multiply_chunks.cuh"
 #include "atlas/lora/kernels/ptx.cuh"
 #include "atlas/lora/kernels/row_tile.cuh"
 #include "atlas/lora/kernels/work.hpp"
 
 namespace atlas::lora::inline v0::detail {
 
-/// One output tile of a projection, whatever its alignment: a call, so that it takes no registers where all
-/// is aligned.
-template <class Source, Element T, Element Y>
-__device__ __noinline__ void expand_narrow(RowTile<T> const& tile, Operands<T, Y> const& p, int projection,
-                                           std::int32_t output_tile, T const* xa) {
-  expand_tile<Source, false>(tile, p, projection, output_tile, xa);
+/// `store_padded` as a call, so that it takes no registers where all is aligned.
+template <Element Y>
+__device__ __noinline__ void store_narrow(Y* y, Pack<Y> pack, std::int32_t valid) {
+  store_padded(y, pack, valid, false);
 }
 
 /// The warps of a block: chunks, the exchange of segment sums in the cluster, output tiles.
 template <class Source, int Warps, bool Splits, Element T, Element Y>
-class Multiply : public MultiplyChunks<Source, Warps, Splits, T, Y> {
-  using Chunks = MultiplyChunks<Source, Warps, Splits, T, Y>;
-
+class Multiply {
  public:
-  using Chunks::Chunks;
+  __device__ Multiply(Operands<T, Y> const& p, DeltaShared<Warps, T> const& shared)
+      : p_(p), shared_(shared), stream_(p, shared), warp_(warp_index()), xa_(shared.xa) {}
 
-  /// All of the row tile at `index`. The next one's weights are asked for on the way.
-  __device__ void tile(int index) {
+  /// Asks for the first weights of the window's row tiles from `index` on.
+  __device__ void begin(int index) {
+    stream_.begin(index);
+    settled_ = false;
+  }
+
+  /// All of the row tile at `index`; false where it is known that none follows.
+  __device__ bool tile(int index) {
     RowTile<T> const& tile = shared_.tile(index);
     std::int32_t const all = tile.first_rank_tile[max_projections];
-    if (all == 0) return;
-    // The first tile's weights were not asked for on the way of another's.
-    if (!settled_) {
-      if (all > 1) prefetch_a(tile);
-      prefetch_b(tile);
-    }
-    std::int32_t slab = 0;
-    std::int32_t ranks;
+    if (all == 0) return true;
+    bool const last = index + 1 < shared_.head->window_end && shared_.tile(index + 1).exists == 0;
+    // What can be known of the outputs is found before the launch's dependencies are complete.
+    int projection = 0;
+    while (tile.cell[projection].rank == 0) ++projection;
+    Outputs outputs = outputs_of(tile, projection);
 #pragma unroll 1
-    for (;; slab += p_.shape.slab) {
-      ranks = min(p_.shape.slab, tile.first_rank_tile[max_projections] - slab);
-      shrink(tile, slab, ranks);
-      if (slab + ranks >= tile.first_rank_tile[max_projections]) break;
-      fold(tile, slab, ranks, xa_place(tile, slab, thread_here()), false);
+    for (std::int32_t slab = 0; slab < all; slab += p_.shape.slab) {
+      std::int32_t const ranks = min(p_.shape.slab, all - slab);
+      XaPlace const place = xa_place(tile, slab);
+      shrink(tile, ranks);
+      fold(tile, ranks, place, last && slab + ranks >= all);
     }
-    // B and y of this warp's first output tile are on their way while segment sums cross.
-    OutputTile held{};
-    int first = 0;
-    while (tile.cell[first].rank == 0) ++first;
-    int2 const own = own_outputs(tile, first);
-    std::int32_t const end = fast_end(tile, first, own.y);
-    load_b_ahead(held, tile, first, own.x + warp_, end);
-    load_y(held.y, tile, outputs(tile, first), own.x + warp_, end);
-    XaPlace const place = xa_place(tile, slab, thread_here());
-    bool const known = index + 1 < shared_.head->window_end;
-    if (known) {
-      prefetch_a(shared_.tile(index + 1));
-      prefetch_b(shared_.tile(index + 1));
-    }
-    fold(tile, slab, ranks, place, known && shared_.tile(index + 1).exists == 0);
 #pragma unroll 1
-    for (int i = first; i < p_.num_projections; ++i) {
-      if (tile.cell[i].rank > 0) expand(held, tile, i, i > first);
+    while (true) {
+      expand(outputs);
+      do {
+        if (++projection >= p_.num_projections) return finished(last);
+      } while (tile.cell[projection].rank == 0);
+      outputs = outputs_of(tile, projection);
     }
   }
 
-  /// Waits for what may still be under way to this block, which must not leave before: the team's other
-  /// blocks arrive after every slab but the last of a row tile that was known to be the last. The row tile at
-  /// `index` is the first that does not exist.
-  __device__ void finish(int index) {
-    settle();
-    bool const known = index > 0 && shared_.tile(index - 1).first_rank_tile[max_projections] > 0;
-    if (slabs_ > 0 && !known) shared_.head->sums_empty.wait((slabs_ - 1) & 1u);
+  /// Waits for what may still be under way to this block, which must not leave before. The team's other
+  /// blocks arrive after every slab but the last of a row tile that was known to be the last.
+  __device__ void finish() {
+    if (!entered_) stream_.enter_launch();
+    if (slabs_ > 0) wait_for_room();
   }
 
  private:
-  using Chunks::multiply_group;
-  using Chunks::own_segments;
-  using Chunks::p_;
-  using Chunks::prefetch_a;
-  using Chunks::prefetch_elements;
-  using Chunks::settle;
-  using Chunks::settled_;
-  using Chunks::shared_;
-  using Chunks::team;
-  using Chunks::warp_;
-  using Chunks::warps_log2;
+  /// Goes on to the place of the next row tile's xa unless that was the last; false then.
+  __device__ bool finished(bool last) {
+    if (!last) xa_ = xa_ == shared_.xa ? xa_ + xa_elements<T>(p_.xa_shared_stride) : shared_.xa;
+    return !last;
+  }
+
+  using Stream = DeltaStream<Source, Warps, Splits, T, Y>;
+  static constexpr int warps_log2 = Warps == 8 ? 3 : 4;
+  static_assert(1 << warps_log2 == Warps);
 
   // --- Shrink --------------------------------------------------------------------------------------------
 
-  /// Multiplies the block's chunks of `ranks` rank tiles from `slab` and sends the segment sums to every
-  /// block of the team.
-  __device__ void shrink(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks) {
-    DeltaShape const& shape = p_.shape;
-    Share const own = own_segments();
-    std::int32_t s = own.first;
+  /// Asks for x and y of the first stages, unless it has; at first when the launch's dependencies are
+  /// complete and the cluster is there.
+  __device__ void settle() {
+    if (settled_) return;
+    stream_.settle(!entered_);
+    entered_ = true;
+    settled_ = true;
+  }
+
+  /// Multiplies the block's chunks of the next slab, of `ranks` rank tiles, and sends the segment sums to
+  /// every block of the team.
+  __device__ void shrink(RowTile<T> const& tile, std::int32_t ranks) {
+    ShrinkTasks const& tasks = stream_.team().tasks[ranks - 1];
+    Share const own = stream_.own_segments();
+    std::int32_t const count = tasks.count(own.size());
+    bool const shared = tasks.sharing_log2 > 0;
+    ShrinkTask task = p_.shape.task_of(tasks, own.first, warp_);
+    int const rows = tile.rows;
+    Sending const sending = sending_of(tasks, own);
+    settle();
 #pragma unroll 1
-    do {
-      std::int32_t const last = min(s + team().group, own.last);
-      std::int32_t const sums = (last - s) * ranks;
-      Sending const sending = sending_of(0, s, ranks, sums);
-      multiply_group(tile, slab, ranks, s, last);
-      settle();
+    for (std::int32_t i = warp_; i < count; i += Warps) {
+      if (i > warp_) task = p_.shape.task_of(tasks, own.first, i);
+      std::int32_t const chunk = task.sum * p_.shape.segment_chunks + task.part * tasks.task_chunks;
+      float4* const chunks = shared_.chunks(ranks) + chunk * warp_threads + lane_index();
+      float4 const total = multiply(task.blocks, shared ? chunks : nullptr);
+      if (shared) break;
+      if (i == warp_ && slabs_ > 0) wait_for_room();
+      send_to_team(total, task.rank_tile * max_segments + own.first + task.segment, rows, 0, 1);
+    }
+    if (shared) {
       __syncthreads();
-      if (s == own.first && slabs_ > 0) shared_.head->sums_empty.wait((slabs_ - 1) & 1u);
-      send_sums(sending, s, ranks, sums, tile.quads);
-      s = last;
-      if (s < own.last) __syncthreads();
-    } while (s < own.last);
+      if (sending.from != nullptr) {
+        float4 total = sending.from[0];
+#pragma unroll
+        for (int c = 1; c < max_chunks; ++c) {
+          if (c < sending.chunks) total = add(total, sending.from[c * warp_threads]);
+        }
+        if (slabs_ > 0) wait_for_room();
+        send_to_team(total, sending.to, rows, sending.target, sending.step);
+      }
+    }
+  }
+
+  /// The sum of the chunks of blocks `blocks`; each on its own goes to `chunks` where it is not null, 32
+  /// values from one to the next. Of a rank tile a lane has batch row `group()` and ranks `2 quad()`, one
+  /// more, and eight beyond these.
+  __device__ float4 multiply(BlockRange blocks, float4* chunks) {
+    float4 total = make_float4(-0.0F, -0.0F, -0.0F, -0.0F);
+    std::int32_t b = blocks.first;
+#pragma unroll 1
+    while (b < blocks.last) {
+      std::int32_t const end = min(b + p_.shape.chunk_blocks, blocks.last);
+      RowAccumulator<T> sums[2];
+#pragma unroll 1
+      while (b < end) {
+        std::uint32_t const stage = stream_.next();
+        Pack<T> const first[2] = {Stream::pack(stage, 0), Stream::pack(stage, 1)};
+        Pack<T> const second[2] = {Stream::pack(stage, 2), Stream::pack(stage, 3)};
+        Pack<T> const x[2] = {Stream::pack(stage, 4), Stream::pack(stage, 5)};
+        RowAccumulator<T>::add(sums, first, x[0]);
+        if (++b < end) {
+          RowAccumulator<T>::add(sums, second, x[1]);
+          ++b;
+        }
+        stream_.refill();
+      }
+      float2 const low = sums[0].finish();
+      float2 const high = sums[1].finish();
+      float4 const chunk = make_float4(low.x, low.y, high.x, high.y);
+      if (chunks != nullptr) {
+        *chunks = chunk;
+        chunks += warp_threads;
+      } else {
+        total = add(total, chunk);
+      }
+    }
+    return total;
   }
 
   // --- Exchange ------------------------------------------------------------------------------------------
 
-  /// One segment sum and where it goes.
+  /// A segment sum that warps share, which this one folds and sends to some blocks of the team.
   struct Sending {
+    float4 const* from;   ///< its first chunk, as of this lane; null where there is none for this warp
     std::int32_t chunks;  ///< to fold
-    std::int32_t from;    ///< the first of them, counted in `chunks` of shared memory
     std::int32_t to;      ///< counted in `segments`
+    std::int32_t target;  ///< the first block
+    std::int32_t step;    ///< from a block to the next
   };
-
-  /// Warps that share the targets of one of `sums` sums, as a power of two.
-  [[nodiscard]] __device__ static int sharing_log2(std::int32_t sums) {
-    return max(warps_log2 - (32 - __clz(sums - 1)), 0);
+  __device__ Sending sending_of(ShrinkTasks const& tasks, Share own) const {
+    std::int32_t const sums = own.size() * tasks.ranks;
+    int const together = warps_log2 - max(32 - __clz(sums - 1), 0);
+    int const sum = warp_ >> together;
+    int const segment = sum * tasks.inverse >> 8;
+    if (sums == 0 || sum >= sums) return {nullptr, 0, 0, 0, 1};
+    std::int32_t const first = (own.first + segment) * p_.shape.segment_blocks;
+    std::int32_t const last = min(first + p_.shape.segment_blocks, p_.shape.blocks);
+    // A segment that is short has chunks to spare; all others are alike.
+    std::int32_t const chunks = last - first == p_.shape.segment_blocks
+                                    ? p_.shape.segment_chunks
+                                    : (last - first + p_.shape.chunk_blocks - 1) / p_.shape.chunk_blocks;
+    return {shared_.chunks(tasks.ranks) + sum * p_.shape.segment_chunks * warp_threads + lane_index(), chunks,
+            (sum - segment * tasks.ranks) * max_segments + own.first + segment, warp_ & ((1 << together) - 1),
+            1 << together};
   }
 
-  /// This warp's `turn`-th sum of the group of segments from `first`.
-  __device__ Sending sending_of(std::int32_t turn, std::int32_t first, std::int32_t ranks,
-                                std::int32_t sums) const {
-    DeltaShape const& shape = p_.shape;
-    int const sharing = sharing_log2(sums);
-    std::int32_t r = (warp_ >> sharing) + turn * (Warps >> sharing);
-    std::int32_t segment = first;
-    while (r >= ranks) {
-      r -= ranks;
-      ++segment;
-    }
-    std::int32_t const here = min(shape.segment_blocks, shape.blocks - segment * shape.segment_blocks);
-    std::int32_t const chunks = here == shape.segment_blocks
-                                    ? shape.segment_chunks
-                                    : (here + shape.chunk_blocks - 1) / shape.chunk_blocks;
-    return {chunks, r * shape.chunk_slots + (segment - first) * shape.segment_chunks,
-            r * max_segments + segment};
-  }
+  /// Waits until all blocks of the team have folded the last slab.
+  __device__ void wait_for_room() const { shared_.head->sums_empty.wait((slabs_ - 1) & 1u); }
 
-  /// Folds the chunks of the group of segments from `first` and sends the sums of rows that exist to every
-  /// block of the team. Warps share a sum's targets where there are fewer sums than warps.
-  __device__ void send_sums(Sending sending, std::int32_t first, std::int32_t ranks, std::int32_t sums,
-                            int quads) const {
-    int const sharing = sharing_log2(sums);
-    auto const local = shared_address(shared_.head);
+  /// Sends this lane's values of a segment sum to the blocks of the team from `target` on, every `step`-th,
+  /// where its row is one of `rows`; `to` counts in `segments` of shared memory.
+  __device__ void send_to_team(float4 const& total, std::int32_t to, int rows, int target, int step) const {
     auto const done = shared_address(&shared_.head->sums_full);
-    std::int32_t i = warp_ >> sharing;
-    if (i >= sums) return;
-    for (std::int32_t turn = 1;; ++turn) {
-      float4 const* const from = shared_.chunks + sending.from * warp_threads + lane_index();
-      auto const to = shared_address(shared_.segments + sending.to * warp_threads + lane_index());
-      float4 total = from[0];
-#pragma unroll
-      for (int c = 1; c < max_chunks; ++c) {
-        if (c < sending.chunks) total = add(total, from[c * warp_threads]);
-      }
+    auto const place = shared_address(shared_.segments + to * warp_threads + lane_index());
+    std::uint32_t const first = block_of_team(0);
+    int const blocks = 1 << stream_.team().log2;
+    if (group() >= rows) return;
 #pragma unroll 1
-      for (int target = warp_ & ((1 << sharing) - 1); target < 1 << team().log2; target += 1 << sharing) {
-        std::uint32_t const there = address_in_block(local, block_of_team(target)) - local;
-        if (quad() < quads) send(there + to, total, there + done);
-      }
-      i += Warps >> sharing;
-      if (i >= sums) return;
-      sending = sending_of(turn, first, ranks, sums);
-    }
+    for (; target < blocks; target += step)
+      send(address_in_block(place, first + target), total, address_in_block(done, first + target));
   }
+
   __device__ static float4 add(float4 const& a, float4 const& b) {
     return make_float4(add_rn(a.x, b.x), add_rn(a.y, b.y), add_rn(a.z, b.z), add_rn(a.w, b.w));
   }
 
-  /// Where one value of a rank tile's sums goes in xa.
+  /// Where two neighbouring values of a rank tile's sums go in xa.
   struct XaPlace {
     T* xa;
-    bool inside;  ///< below the rank
-    bool half;    ///< its tile is the rank's last and fills half of a block
+    std::int32_t left;  ///< ranks from there on
+    bool half;          ///< the rank tile is the rank's last and fills half of a block
   };
 
-  /// Of value `value` of a slab's sums, counted over rank tiles, lanes and their four each.
-  __device__ XaPlace xa_place(RowTile<T> const& tile, std::int32_t slab, int value) const {
-    std::int32_t const rank_tile = slab + value / rank_tile_values;
-    value %= rank_tile_values;
-    int const projection = projection_of(tile, rank_tile);
+  /// Of this thread's two of a slab's sums, counted over rank tiles, lanes and their two pairs each.
+  __device__ XaPlace xa_place(RowTile<T> const& tile, std::int32_t slab) const {
+    int const pair = thread_here();
+    std::int32_t const rank_tile = slab + pair / (2 * warp_threads);
+    int const projection = p_.num_projections == 1 ? 0 : projection_of(tile, rank_tile);
     std::int32_t const rank = rank_of<Source>(tile, projection);
-    std::int32_t const local = rank_tile - tile.first_rank_tile[projection];
-    std::int32_t const j = local * tile_ranks + value / 16 + value % 4 / 2 * tile_batch_rows;
-    int const row = value / 4 % 4 * 2 + value % 2;
-    return {shared_.xa + row * p_.xa_shared_stride + p_.shape.xa_offset[projection] + j, j < rank,
+    std::int32_t const local = rank_tile - (p_.num_projections == 1 ? 0 : tile.first_rank_tile[projection]);
+    int const lane = pair / 2 % warp_threads;
+    std::int32_t const j = local * tile_ranks + pair % 2 * tile_batch_rows + lane % 4 * 2;
+    return {xa_ + lane / 4 * p_.xa_shared_stride + p_.shape.xa_offset[projection] + j, rank - j,
             local % 2 == 0 && (local + 1) * tile_ranks >= rank};
   }
 
   /// Folds the segments of a slab, all that there could be, into xa, zero from the rank to the end of its
-  /// block; `place` is this thread's first. The team's other blocks hear of it unless nothing comes after.
-  __device__ void fold(RowTile<T> const& tile, std::int32_t slab, std::int32_t ranks, XaPlace place,
-                       bool last) {
+  /// block; `place` is this thread's. The team's other blocks hear of it unless nothing comes after.
+  __device__ void fold(RowTile<T> const& tile, std::int32_t ranks, XaPlace const& place, bool last) {
     DeltaHead<Warps, T>& head = *shared_.head;
-    if (threadIdx.x == 0) {
-      head.sums_full.arrive_expecting(static_cast<std::uint32_t>(p_.shape.segments * ranks * 8 * tile.quads) *
+    auto const thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) {
+      head.sums_full.arrive_expecting(static_cast<std::uint32_t>(p_.shape.segments * ranks * 4 * tile.rows) *
                                       sizeof(float4));
     }
-    int i = thread_here();
-    constexpr int step = Warps * warp_threads / rank_tile_values;
-    auto const* own = reinterpret_cast<float const*>(shared_.segments) +
-                      i / rank_tile_values * rank_tile_segments + i % rank_tile_values;
+    constexpr int tile_pairs = 2 * warp_threads;
+    static_assert(slab_rank_tiles * tile_pairs <= Warps * warp_threads);
+    auto const* const own = reinterpret_cast<float2 const*>(shared_.segments) +
+                            thread / tile_pairs * max_segments * tile_pairs + thread % tile_pairs;
     head.sums_full.wait(slabs_ & 1u);
-    while (i < ranks * rank_tile_values) {
-      float total = own[0];
+    if (thread < ranks * tile_pairs) {
+      float2 total = own[0];
 #pragma unroll
       for (int s = 1; s < max_segments; ++s) {
-        total = add_rn(total, own[s * rank_tile_values]);
+        float2 const segment = own[s * tile_pairs];
+        total = make_float2(add_rn(total.x, segment.x), add_rn(total.y, segment.y));
       }
-      T const zero = round_to<T>(0.0F);
-      place.xa[0] = place.inside ? round_to<T>(total) : zero;
-      if (place.half) place.xa[tile_ranks] = zero;
-      i += Warps * warp_threads;
-      own += step * rank_tile_segments;
-      if (i >= ranks * rank_tile_values) break;
-      place = xa_place(tile, slab, i);
+      float2 const kept = make_float2(place.left > 0 ? total.x : 0.0F, place.left > 1 ? total.y : 0.0F);
+      store_pair(place.xa, kept);
+      if (place.half) store_pair(place.xa + tile_ranks, make_float2(0.0F, 0.0F));
     }
     __syncthreads();
-    auto const thread = static_cast<int>(threadIdx.x);
-    if (!last && thread < 1 << team().log2) head.sums_empty.arrive_at(block_of_team(thread));
+    if (!last && thread < 1 << stream_.team().log2) head.sums_empty.arrive_at(block_of_team(thread));
     ++slabs_;
+  }
+  /// Rounds two values and stores them side by side.
+  __device__ static void store_pair(T* to, float2 values) {
+    if constexpr (sizeof(T) == 2) {
+      *reinterpret_cast<std::uint32_t*>(to) = pair_bits_rn<T>(values.x, values.y);
+    } else {
+      *reinterpret_cast<float2*>(to) = values;
+    }
   }
 
   /// Where block `block` of the team is in the cluster.
   [[nodiscard]] __device__ std::uint32_t block_of_team(int block) const {
     if constexpr (!Splits) return static_cast<std::uint32_t>(block);
     int const cluster = (1 << p_.shape.team[0].log2) - 1;
-    int const within = (1 << team().log2) - 1;
+    int const within = (1 << stream_.team().log2) - 1;
     return static_cast<std::uint32_t>((static_cast<int>(blockIdx.x) & cluster & ~within) + block);
   }
 
   // --- Expand --------------------------------------------------------------------------------------------
 
-  /// The block's output tiles of a projection of a row tile: first and last.
-  [[nodiscard]] __device__ int2 own_outputs(RowTile<T> const& tile, int projection) const {
-    return shared_.head->own[tile.divided][projection];
-  }
-
-  /// What a warp holds of an output tile: two blocks of the rank's B, and y.
-  struct OutputTile {
-    Pack<T> b[2][4];
-    Pack<Y> y;
+  /// A warp's output tiles of one projection.
+  struct Outputs {
+    std::int32_t at;    ///< the next output tile
+    std::int32_t last;  ///< one past the last
+    std::int32_t rank;
+    std::int32_t n_out;
+    float scale;
+    T const* bias;
+    T const* xa;  ///< this lane's first pack
+    Y* y;         ///< its pack of output tile `at`; null where its row does not exist
   };
-
-  /// The end of a block's output tiles of a projection that are aligned and whole.
-  __device__ std::int32_t fast_end(RowTile<T> const& tile, int projection, std::int32_t last) const {
-    auto const n_out = static_cast<std::int32_t>(p_.projections[projection].table.n_out);
-    return tile.wide != 0 && p_.wide ? min(last, n_out / tile_outputs) : 0;
-  }
-
-  /// B of an output tile before `end` at the block of the rank from `j` on. Lanes beyond the rank keep what
-  /// they have.
-  __device__ void load_b(Pack<T> (&b)[4], RowTile<T> const& tile, int projection, std::int32_t output_tile,
-                         std::int32_t j, std::int32_t end) const {
+  __device__ Outputs outputs_of(RowTile<T> const& tile, int projection) const {
     RouteCell<T> const& cell = tile.cell[projection];
-    std::int32_t const n = output_tile * tile_outputs + output_of(lane_index(), 0);
-    j += quad() * pack_elements;
-    if (output_tile >= end || j >= rank_of<Source>(tile, projection)) return;
-#pragma unroll
-    for (int m = 0; m < 4; ++m)
-      b[m] = load_global(cell.b + static_cast<std::int64_t>(n + 2 * m) * cell.b_row_stride + j);
-  }
-
-  /// Where this lane's outputs of a projection's first output tile are.
-  __device__ Y* outputs(RowTile<T> const& tile, int projection) const {
     DeltaProjection<T, Y> const& target = p_.projections[projection];
-    return target.y + tile.row[group()] * target.y_row_stride + quad() * pack_elements;
+    int2 const own = stream_.own_outputs(tile, projection);
+    std::int32_t const row = tile.row[group()];
+    Outputs outputs;
+    outputs.at = own.x + warp_;
+    outputs.last = own.y;
+    outputs.rank = rank_of<Source>(tile, projection);
+    outputs.n_out = static_cast<std::int32_t>(target.table.n_out);
+    outputs.scale = cell.scale;
+    outputs.bias = cell.bias;
+    outputs.xa =
+        xa_ + group() * p_.xa_shared_stride + p_.shape.xa_offset[projection] + quad() * pack_elements;
+    outputs.y =
+        row < 0 ? nullptr
+                : target.y + row * target.y_row_stride + outputs.at * tile_outputs + quad() * pack_elements;
+    return outputs;
   }
 
-  /// Loads what comes first of B of an output tile before `end`.
-  __device__ void load_b_ahead(OutputTile& held, RowTile<T> const& tile, int projection,
-                               std::int32_t output_tile, std::int32_t end) const {
-    load_b(held.b[0], tile, projection, output_tile, 0, end);
-    load_b(held.b[1], tile, projection, output_tile, block_elements, end);
-  }
-  /// y of an output tile before `end`; `y` is the projection's `outputs`.
-  __device__ void load_y(Pack<Y>& held, RowTile<T> const& tile, Y const* y, std::int32_t output_tile,
-                         std::int32_t end) const {
-    if (tile.row[group()] >= 0 && output_tile < end) held = load_vectors(y + output_tile * tile_outputs);
-  }
-
-  /// Expands the block's output tiles of one projection and folds them into y. The warp's first is in `held`
-  /// unless `late`.
-  __device__ void expand(OutputTile& held, RowTile<T> const& tile, int projection, bool late) {
-    int2 const own = own_outputs(tile, projection);
-    std::int32_t const end = fast_end(tile, projection, own.y);
-    std::int32_t t = own.x + warp_;
-    Y* const y = outputs(tile, projection);
-    std::int32_t const rank = rank_of<Source>(tile, projection);
-    if (late) {
-      held = OutputTile{};
-      load_b_ahead(held, tile, projection, t, end);
-      load_y(held.y, tile, y, t, end);
-    }
-    T const* const xa =
-        shared_.xa + group() * p_.xa_shared_stride + p_.shape.xa_offset[projection] + quad() * pack_elements;
+  /// Expands output tiles and folds them into y. A lane has batch row `group()` and eight neighbouring
+  /// outputs.
+  __device__ void expand(Outputs& outputs) {
 #pragma unroll 1
-    while (t < end) {
-      std::int32_t const now = t;
-      Accumulator<T> sums[2];
-      multiply_outputs(sums, held.b[0], load_vectors(xa), rank);
-      if (rank > block_elements)
-        multiply_outputs(sums, held.b[1], load_vectors(xa + block_elements), rank - block_elements);
+    for (; outputs.at < outputs.last; outputs.at += Warps) {
+      RowAccumulator<T> sums[4];
+      Pack<Y> before;
 #pragma unroll 1
-      for (std::int32_t j = 2 * block_elements; j < rank; j += block_elements) {
-        if (rank - j < block_elements) clear(held.b[0]);
-        load_b(held.b[0], tile, projection, now, j, end);
-        multiply_outputs(sums, held.b[0], load_vectors(xa + j), rank - j);
+      for (std::int32_t j = 0; j < outputs.rank; j += block_elements) {
+        std::uint32_t const stage = stream_.next();
+        Pack<T> const x = load_vectors(outputs.xa + j);
+        Pack<T> b[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) b[m] = Stream::pack(stage, m);
+        before = Stream::y(stage);
+        if (outputs.rank % pack_elements != 0) {
+#pragma unroll
+          for (int m = 0; m < 4; ++m) keep(b[m], outputs.rank - j - quad() * pack_elements);
+        }
+        RowAccumulator<T>::add(sums, b, x);
+        stream_.refill();
       }
-      Pack<Y> const before = held.y;
-      t += Warps;
-      load_b_ahead(held, tile, projection, t, end);
-      load_y(held.y, tile, y, t, end);
-      fold_outputs(tile, projection, y, now, sums, before);
+      fold_outputs(outputs, sums, before);
+      if (outputs.y != nullptr) outputs.y += Warps * tile_outputs;
     }
-    if (end >= own.y) return;
-#pragma unroll 1
-    for (t = own.x + warp_; t < own.y; t += Warps) {
-      if (t >= end)
-        expand_narrow<Source>(tile, p_, projection, t, shared_.xa + p_.shape.xa_offset[projection]);
-    }
-  }
-
-  /// Adds one block of the rank, of which `left` are left, to an output tile's chains.
-  __device__ static void multiply_outputs(Accumulator<T> (&sums)[2], Pack<T> (&b)[4], Pack<T> const& x,
-                                          std::int32_t left) {
-    if (left % pack_elements != 0) {
-#pragma unroll
-      for (int m = 0; m < 4; ++m) keep(b[m], left - quad() * pack_elements);
-    }
-    sums[0].add(b[0], b[1], x);
-    sums[1].add(b[2], b[3], x);
-  }
-  __device__ static void clear(Pack<T> (&b)[4]) {
-#pragma unroll
-    for (int m = 0; m < 4; ++m) b[m] = Pack<T>{};
   }
 
   /// Finishes an output tile and folds it into y, which was `before`.
-  __device__ void fold_outputs(RowTile<T> const& tile, int projection, Y* y, std::int32_t output_tile,
-                               Accumulator<T> const (&sums)[2], Pack<Y> const& before) const {
-    RouteCell<T> const& cell = tile.cell[projection];
-    Pack<T> const delta =
-        finish_outputs(cell, p_.projections[projection].table.n_out, output_tile * tile_outputs, sums);
-    if (tile.row[group()] >= 0)
-      store_vectors(y + output_tile * tile_outputs, folded(before, delta, cell.scale));
+  __device__ void fold_outputs(Outputs const& outputs, RowAccumulator<T> const (&sums)[4],
+                               Pack<Y> const& before) const {
+    std::int32_t const first = outputs.at * tile_outputs + quad() * pack_elements;
+    std::int32_t const left = outputs.n_out - first;
+    float2 value[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) value[m] = sums[m].finish();
+    if (outputs.y == nullptr || left <= 0) return;
+    if (outputs.bias != nullptr) add_bias(value, outputs.bias + first, left);
+    Pack<T> delta;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      if constexpr (sizeof(T) == 2) {
+        delta.word[m] = pair_bits_rn<T>(value[m].x, value[m].y);
+      } else {
+        delta.word[2 * m] = __float_as_uint(value[m].x);
+        delta.word[2 * m + 1] = __float_as_uint(value[m].y);
+      }
+    }
+    Pack<Y> const after = folded(before, delta, outputs.scale);
+    if (p_.wide && left >= pack_elements) {
+      store_vectors(outputs.y, after);
+    } else {
+      store_narrow(outputs.y, after, left);
+    }
+  }
+  /// Adds the bias of the outputs that are left.
+  __device__ static void add_bias(float2 (&value)[4], T const* bias, std::int32_t left) {
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      if (2 * m < left) value[m].x = add_rn(value[m].x, widen(bias[2 * m]));
+      if (2 * m + 1 < left) value[m].y = add_rn(value[m].y, widen(bias[2 * m + 1]));
+    }
   }
 
-  // --- The next tile -------------------------------------------------------------------------------------
-
-  /// Asks for the block's share of a row tile's B, a thread a projection.
-  __device__ void prefetch_b(RowTile<T> const& tile) const {
-    auto const i = static_cast<int>(Warps * warp_threads - 1 - threadIdx.x);
-    if (i >= p_.num_projections || tile.exists == 0 || tile.wide == 0) return;
-    RouteCell<T> const& cell = tile.cell[i];
-    int2 const own = own_outputs(tile, i);
-    std::int32_t const n = own.x * tile_outputs;
-    std::int32_t const n_last =
-        min(own.y * tile_outputs, static_cast<std::int32_t>(p_.projections[i].table.n_out));
-    if (cell.rank == 0) return;
-    prefetch_elements(cell.b + static_cast<std::int64_t>(n) * cell.b_row_stride,
-                      static_cast<std::int64_t>(n_last - n) * cell.b_row_stride);
-  }
-
+  Operands<T, Y> const& p_;
+  DeltaShared<Warps, T> const& shared_;
+  Stream stream_;
+  int warp_;
+  bool entered_ = false;     ///< the launch's dependencies are complete
+  bool settled_ = false;     ///< x and y of the first stages since `begin` were asked for
+  T* xa_;                    ///< where the row tile's xa is
   std::uint32_t slabs_ = 0;  ///< folded
 };
 

@@ -77,6 +77,7 @@ bool complete(Operands<T, Y>& p, DeltaParams<T, Y> const& params) noexcept {
   take_rows(p, params);
   p.x = params.x;
   p.x_row_stride = params.x_row_stride;
+  p.expected_slots = params.expected_slots;
   std::copy(params.projections, params.projections + max_projections, p.projections);
   return complete(p, true, true) && usable(p.plan, p.rows);
 }

@@ -39,6 +39,7 @@ struct Operands {
   float4* segments = nullptr;           ///< the two-launch form's scratch of segment sums
   std::int32_t segment_rank_tiles = 0;  ///< rank tiles that `segments` holds per segment
   bool inputs_settled = false;
+  std::int32_t expected_slots = 0;
   bool wide = false;       ///< x, y and xa allow 16-byte accesses
   DeltaShape shape{};      ///< of the one-launch kernel
   PrefillShape prefill{};  ///< of the prefill kernel
@@ -57,7 +58,7 @@ struct SlotCells {
 template <Element T>
 struct RowTile : SlotCells<T> {
   std::int32_t divided;           ///< 1 where teams share its outputs; set by the one-launch kernel alone
-  std::int32_t quads;             ///< lanes of four of an accumulator that have a row
+  std::int32_t rows;              ///< up to the last that exists
   std::int32_t row[tile_rows];    ///< row of y, or -1 for none
   std::int32_t x_row[tile_rows];  ///< row of x; -1 exactly where `row` is
 };
@@ -87,7 +88,7 @@ __device__ void set_rows(RowTile<T>& tile, std::int32_t row, std::int32_t x_row)
     tile.row[lane] = row;
     tile.x_row[lane] = x_row;
   }
-  if (lane == 0) tile.quads = (33 - __clz(static_cast<int>(exist))) / 2;
+  if (lane == 0) tile.rows = 32 - __clz(static_cast<int>(exist));
 }
 
 /// Fills the cells and what follows from them. One warp calls it, whole: lane i has projection i's cell,

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "atlas/lora/config.hpp"
+#include "atlas/lora/route/row_plan.hpp"
 
 namespace atlas::lora::inline v0 {
 
@@ -48,11 +49,12 @@ struct DeltaTuning {
 /// The tunings that the library compiles; `delta_choice` picks among them. Kernels depend on the threads and
 /// blocks alone, so all of these are one kernel, and one more whose clusters may be two teams. Measured on
 /// one H200, bf16, rank 16 and 64, microseconds, {8/4} being a cluster of 8 that may be two teams. 4096 ->
-/// 4096: {16} 1 row 3.0 and 3.7 ({8}: 3.2 and 5.3), 8 rows of one adapter 3.0 and 4.5 ({8}: 3.4 and 6.2), of
-/// 8 adapters 4.3 and 6.3 ({8}: 3.8 and 6.7); {8/4} 64 rows of one adapter 4.1 and 7.6 ({4}: 4.4 and 8.5), of
-/// 32 adapters, skewed, 5.5 and 10.9 ({4}: 5.2 and 12.6), of 64 adapters 9.8 and 31.8 ({8}: 12.3 and 29.3,
-/// {4}: 10.1 and 30.6); {4} 256 rows of 32 adapters 7.4 and 18.7 ({8}: 9.8 and 21.8). Long rows, 14336 ->
-/// 4096: {8} 64 rows of 32 adapters 7.3 and 22.0 ({4}: 10.1 and 32.3).
+/// 4096: {16} 1 row 2.6 and 4.2 ({8}: 3.1 and 6.0), 8 rows of one adapter 2.9 and 5.5 ({8}: 3.4 and 6.6), of
+/// 8 adapters 4.2 and 6.3 ({8}: 3.7 and 7.1), 32 rows of one adapter 3.3 and 6.4 ({8}: 3.8 and 7.8); {8/4}
+/// 64 rows of one adapter 4.1 and 8.2 ({4}: 4.5 and 10.2), of 32 adapters, skewed, 6.0 and 9.5 ({4}: 6.1 and
+/// 12.7), of 64 adapters 10.8 and 25.2 ({8}: 13.1 and 23.2, {4}: 10.7 and 25.5); {4} 256 rows of 32 adapters
+/// 8.0 and 14.5 ({8}: 10.2 and 17.5). Long rows, 14336 -> 4096: {8} 64 rows of 32 adapters 7.9 and 17.6
+/// ({4}: 9.3 and 23.9).
 inline constexpr DeltaTuning delta_tunings[] = {
     {256, 16, 2, 2}, {256, 8, 2, 2}, {256, 4, 2, 2}, {256, 2, 2, 2}};
 
@@ -85,38 +87,56 @@ struct DeltaChoice {
   friend constexpr bool operator==(DeltaChoice const&, DeltaChoice const&) = default;
 };
 
+/// Row tiles up to which each has a whole cluster of the `clusters` that run at once, where a cluster may be
+/// two teams. Measured on one H200, bf16, 4096 -> 4096, rank 16 and 64, microseconds in whole clusters of 8
+/// and in halves: 32 adapters in 32 rows, of 33 clusters, 7.3 and 14.0, 6.0 and 14.0; 24 row tiles of 32
+/// adapters, skewed, 6.0 and 9.5, 6.1 and 12.7. Halves leave room for the next launch.
+[[nodiscard]] constexpr std::int32_t most_whole_tiles(std::int32_t clusters) noexcept {
+  return clusters - clusters / 8;
+}
+
 /// Elements of x and y of a row, all projections together, beyond which every row tile is much work.
 inline constexpr std::int64_t long_row_elements = 12288;
 
-/// The choice for `rows` rows of `row_elements` elements (k_in and every n_out) on a machine whose largest
-/// cluster is `max_cluster`. It goes by what the host knows, and by the plan's row tiles where they differ
-/// much from what rows say; never by a pool's largest rank, since adapters may have less.
+/// Row tiles that `rows` rows are expected to fill where they are of `slots` slots, alike; 0 where that is
+/// not known: then each may be of its own.
+[[nodiscard]] constexpr std::int64_t expected_row_tiles(std::int32_t rows, std::int32_t slots) noexcept {
+  if (slots < 1 || slots > rows) return rows;
+  std::int64_t const of_slot = (std::int64_t{rows} + slots - 1) / slots;
+  return slots * ((of_slot + tile_rows - 1) / tile_rows);
+}
+
+/// The choice for `rows` rows, of `slots` slots as `expected_row_tiles` has them, of `row_elements` elements
+/// (k_in and every n_out) on a machine whose largest cluster is `max_cluster`. It goes by what the host
+/// knows, and by the plan's row tiles where they differ much from what rows say; never by a pool's largest
+/// rank, since adapters may have less.
 [[nodiscard]] constexpr DeltaChoice delta_choice(std::int32_t max_cluster, std::int32_t rows,
-                                                 std::int64_t row_elements) noexcept {
-  if (max_cluster >= 16 && rows <= 8) return {0, false};
+                                                 std::int32_t slots, std::int64_t row_elements) noexcept {
+  if (max_cluster >= 16 && (rows <= 8 || expected_row_tiles(rows, slots) <= 4)) return {0, false};
   if (rows <= 16) return {1, false};
   if (rows <= 128) return {1, max_cluster >= 16 && row_elements <= long_row_elements};
   return {2, false};
 }
 
-/// Most rows that the one-launch kernel of few rows serves of one slot, where there is one for many. Measured
-/// on one H200, bf16, 512 rows, 4096 -> 4096, rank 16 and 64, microseconds in the kernel for many and for
-/// few: of one adapter 9.9 and 13.8, 10.5 and 24.0; of 8 adapters 16.7 and 23.1, 10.6 and 24.9; of 32,
-/// skewed, 45.1 and 63.1, 12.5 and 31.1.
+/// Most rows that the one-launch kernel of few rows serves whatever they are of, where there is one for many.
 inline constexpr std::int32_t most_decode_rows = 256;
-/// Likewise of rows that may be of several slots or experts.
+/// Likewise of rows of which it is not known how many slots they are of.
 inline constexpr std::int32_t most_mixed_decode_rows = 512;
+/// Rows a pair, of a slot or of a slot and an expert, from which the kernel for many serves. Measured on one
+/// H200, bf16, rank 16 and 64, microseconds in the kernel for many and for few. 4096 -> 4096: 512 rows of one
+/// adapter 9.9 and 13.6, 10.9 and 21.5; of 8 adapters 16.4 and 22.8, 10.9 and 21.6; 2048 rows of 8 adapters
+/// 18.5 and 27.7, 30.9 and 58.0. 16,384 rows of 128 experts, 2048 -> 768 twice: of one adapter 82 and 201,
+/// 131 and 338; of 4 adapters 150 and 321, 146 and 375; of 16 adapters 424 and 898, 184 and 475.
+inline constexpr std::int32_t fewest_prefill_rows = 128;
 /// Blocks of the clusters that the prefill kernel can have; 1 is none.
 inline constexpr std::int32_t prefill_clusters[] = {8, 4, 2, 1};
 
-/// Whether the prefill kernel serves `rows` rows, `mixed` if they may be of several slots or experts, of
-/// which slots, or slots and experts, are expected to be `pairs`. Float has none: its sums live in the
-/// registers of many lanes.
+/// Whether the prefill kernel serves `rows` rows that are expected to be of `pairs` slots, or slots and
+/// experts; 0 where that is not known. Float has none: its sums live in the registers of many lanes.
 [[nodiscard]] constexpr bool uses_prefill(std::int32_t compute, std::int32_t rows, std::size_t element_bytes,
-                                          bool mixed, std::int32_t pairs = 1) noexcept {
-  bool const shared = rows / 32 >= pairs;  // four row tiles a pair
-  bool const many = rows > (mixed ? most_mixed_decode_rows : most_decode_rows);
-  return has_clusters(compute) && element_bytes == 2 && many && shared;
+                                          std::int64_t pairs) noexcept {
+  if (!has_clusters(compute) || element_bytes != 2 || rows <= most_decode_rows) return false;
+  return pairs == 0 ? rows > most_mixed_decode_rows : rows >= pairs * fewest_prefill_rows;
 }
 
 /// Blocks of a cluster of the prefill kernel for `tiles` row tiles, `mixed` as above, on a machine of
