@@ -152,6 +152,40 @@ TEST_SUITE("gpu") {
     }
   }
 
+  TEST_CASE("deltas with inputs settled, one behind the other, read what those before wrote") {
+    // Each may start while several before it run, and its x is what the last one wrote to.
+    using T = __nv_bfloat16;
+    constexpr int launches = 12;
+    Shape const shape{.k_in = 256, .n_out = {256}, .ranks = {16, 8, 40}};
+    for (std::int32_t const rows : {1, 8, 70}) {
+      Batch<T> const batch(shape, mixed_slots(rows, 3, 7));
+      auto const xa = batch.make_xa();
+      auto const scratch = batch.make_scratch();
+      std::vector<std::vector<T>> results;
+      for (bool const settled : {false, true}) {
+        std::vector<DeviceArray<T>> y = batch.upload_y();
+        DeviceArray<T> const other(batch.y()[0]);
+        CUDA_OK(cudaDeviceSynchronize());
+        DeltaParams<T> params = batch.params(y);
+        params.x_row_stride = params.projections[0].y_row_stride;
+        params.inputs_settled = settled;
+        for (int i = 0; i < launches; ++i) {
+          params.x = i % 2 == 0 ? other.data() : y[0].data();
+          params.projections[0].y = i % 2 == 0 ? y[0].data() : other.data();
+          batch.enqueue(Form::automatic, params, xa, scratch, nullptr);
+          if (!settled) CUDA_OK(cudaDeviceSynchronize());
+        }
+        CUDA_OK(cudaDeviceSynchronize());
+        results.push_back(y[0].download());
+        results.push_back(other.download());
+      }
+      INFO(rows << " rows");
+      CHECK(same_bytes(results[0], results[2]));
+      CHECK(same_bytes(results[1], results[3]));
+      CHECK(!same_bytes(results[0], batch.y()[0]));
+    }
+  }
+
   TEST_CASE("a plan that says nonsense touches nothing out of bounds") {
     using T = __nv_bfloat16;
     Shape const shape{.k_in = 64, .n_out = {32}, .ranks = {8, 8}};

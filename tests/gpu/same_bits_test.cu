@@ -141,6 +141,71 @@ TEST_SUITE("gpu") {
     }
   }
 
+  TEST_CASE_TEMPLATE("adapters of few ranks between adapters of many, the same bits", T, float, __half,
+                     __nv_bfloat16) {
+    // 14 and 15 segments of four and six chunks: warps share the sums of few ranks alone, whose chunks then
+    // lie where nothing may change what counts for the segments that there are not.
+    constexpr std::int32_t slots = 48;
+    std::vector<std::int32_t> ranks(slots);
+    for (std::int32_t i = 0; i < slots; ++i) ranks[static_cast<std::size_t>(i)] = i % 3 == 0 ? 64 : 8 + i % 5;
+    for (std::int64_t const k_in : {3136, 5760}) {
+      Shape const shape{.k_in = k_in, .n_out = {96}, .ranks = ranks, .y_pad = 8};
+      std::int32_t const rows = small_shapes() ? 24 : 1152;  // two row tiles a team and more
+      std::vector<std::int32_t> row_slots(static_cast<std::size_t>(rows));
+      for (std::int32_t r = 0; r < rows; ++r) row_slots[static_cast<std::size_t>(r)] = r * 7 % slots;
+      Batch<T> const batch(shape, row_slots);
+      auto const want = batch.run(Form::split);
+      for (Form const form : all_forms) {
+        if (!runs<T, T>(form)) continue;
+        INFO(name(form) << ", k_in " << k_in);
+        CHECK(same_bytes(batch.run(form, true)[0], want[0]));
+      }
+    }
+  }
+
+  TEST_CASE_TEMPLATE("few rows of several projections, which teams share, have the same bits", T, float,
+                     __half, __nv_bfloat16) {
+    // Every team has a projection of a row tile, or outputs of all; slot 2 has no rank.
+    for (std::vector<std::int64_t> const& n_out :
+         {std::vector<std::int64_t>{1024, 96}, {544, 72, 96}, {64, 8, 8, 520}}) {
+      Shape const shape{.k_in = 1024, .n_out = n_out, .ranks = {64, 24, 0, 9}, .y_pad = 8};
+      for (std::int32_t const rows : {1, 2, 5, 8, 11}) {
+        for (bool const mixed : {false, true}) {
+          std::vector<std::int32_t> row_slots(static_cast<std::size_t>(rows), 1);
+          if (mixed) row_slots = mixed_slots(rows, 4, static_cast<std::uint64_t>(rows));
+          Batch<T> const batch(shape, row_slots);
+          auto const want = batch.run(Form::split);
+          for (Form const form : all_forms) {
+            if (!runs<T, T>(form)) continue;
+            INFO(name(form) << ", rows " << rows << ", projections " << n_out.size());
+            auto const got = batch.run(form, true);
+            for (std::size_t p = 0; p < got.size(); ++p) CHECK(same_bytes(got[p], want[p]));
+          }
+        }
+      }
+    }
+  }
+
+  TEST_CASE_TEMPLATE("however many slots the host expects, the same bits", T, float, __half, __nv_bfloat16) {
+    Shape const shape{.k_in = 512, .n_out = {128}, .ranks = {16, 40, 64}, .y_pad = 8};
+    for (std::int32_t const rows : {4, 40, 300, 700}) {
+      if (small_shapes() && rows > 40) break;
+      Batch<T> const batch(shape, mixed_slots(rows, 3, 5));
+      auto const want = batch.run(Form::split);
+      DeviceArray<T> const xa = batch.make_xa();
+      DeviceArray<std::byte> const scratch = batch.make_scratch();
+      for (std::int32_t const expected : {-1, 0, 1, 3, rows, (std::numeric_limits<std::int32_t>::max)()}) {
+        std::vector<DeviceArray<T>> const y = batch.upload_y();
+        DeltaParams<T> params = batch.params(y);
+        params.expected_slots = expected;
+        batch.enqueue(Form::automatic, params, xa, scratch, nullptr);
+        CUDA_OK(cudaDeviceSynchronize());
+        INFO(rows << " rows, " << expected << " slots expected");
+        CHECK(same_bytes(y[0].download(), want[0]));
+      }
+    }
+  }
+
   TEST_CASE_TEMPLATE("the prefill kernel gives the bits of the split form", T, __half, __nv_bfloat16) {
     std::vector<Shape> shapes;
     shapes.push_back({.k_in = 4096, .n_out = {256, 64, 96}, .ranks = {16, 64, 8}, .y_pad = 8});

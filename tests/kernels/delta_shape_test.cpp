@@ -29,14 +29,14 @@ DeltaShape shape_of(std::int64_t k_in, std::int32_t cluster, std::int32_t first_
   DeltaShape shape;
   shape.first_output[1] = first_tiles;
   shape.first_output[2] = first_tiles + second_tiles;
-  shape.set(Contraction(k_in), cluster, whole_tiles, 8, 4, 2);
+  shape.set(Contraction(k_in), cluster, whole_tiles, 8, 4, second_tiles > 0 ? 2 : 1);
   return shape;
 }
 
 TEST_CASE("the warps of a cluster's blocks multiply every chunk of every rank tile once") {
   constexpr std::int32_t warps = 8;
   for (std::int64_t const k_in :
-       {1, 33, 100, 768, 1000, 2048, 4096, 5120, 8192, 11008, 14336, 17408, 28672}) {
+       {1, 33, 100, 768, 1000, 1056, 2048, 2880, 4096, 5120, 8192, 11008, 14336, 17408, 28672}) {
     Contraction const cut(k_in);
     for (std::int32_t const cluster : {1, 2, 4, 8, 16}) {
       for (std::int32_t const ranks : {1, 2, 3, 4}) {
@@ -49,8 +49,12 @@ TEST_CASE("the warps of a cluster's blocks multiply every chunk of every rank ti
           // Warps that share sums have one task each, and room for its chunks.
           if (tasks.sharing_log2 > 0) {
             REQUIRE(tasks.count(own.size()) <= warps);
-            REQUIRE(own.size() * ranks * shape.segment_chunks <=
-                    shape.chunk_sums + (shape.slab - ranks) * max_segments);
+            std::int32_t const first = shape.first_chunk_sum(ranks);
+            REQUIRE(first + own.size() * ranks * shape.segment_chunks <=
+                    shape.slab * max_segments + shape.chunk_sums);
+            // Neither over the slab's own sums nor over what counts for segments that there are not.
+            REQUIRE(first >= ranks * max_segments);
+            REQUIRE((shape.segments == max_segments || first >= shape.slab * max_segments));
           }
           for (std::int32_t task = 0; task < tasks.count(own.size()); ++task) {
             ShrinkTask const found = shape.task_of(tasks, own.first, task);
@@ -124,16 +128,22 @@ TEST_CASE("half of a cluster has no more chunk sums than its blocks have room fo
   }
 }
 
-/// How often each output tile of each row tile is taken by the teams' walks.
-std::vector<int> taken(DeltaShape const& shape, std::int32_t teams, std::int32_t tiles) {
-  TeamShape const& team = shape.team[0];
-  std::int32_t const outputs = shape.first_output[1];
+/// How often each output tile of each row tile is taken by the teams' walks, over the projections in order.
+std::vector<int> taken(DeltaShape const& shape, std::int32_t teams, std::int32_t lone_teams,
+                       std::int32_t tiles) {
+  TeamShape team = shape.team[0];
+  team.lone_teams = lone_teams;
+  std::int32_t const outputs = shape.first_output[shape.projections];
   std::vector<int> times(static_cast<std::size_t>(tiles * outputs), 0);
   auto const take = [&](std::int32_t tile, std::int32_t part, std::int32_t parts) {
     for (std::int32_t block = 0; block < 1 << team.log2; ++block) {
-      Share const own = shape.outputs_of(team, block, part, parts, 0);
-      for (std::int32_t t = own.first; t < own.last; ++t)
-        ++times[static_cast<std::size_t>(tile * outputs + t)];
+      for (std::int32_t p = 0; p < shape.projections; ++p) {
+        Share const own = shape.outputs_of(team, block, part, parts, p);
+        std::int32_t const only = shape.projection_of_part(part, parts);
+        CHECK((only < 0 || only == p || own.size() == 0));
+        for (std::int32_t t = own.first; t < own.last; ++t)
+          ++times[static_cast<std::size_t>(tile * outputs + shape.first_output[p] + t)];
+      }
     }
   };
   for (std::int32_t index = 0; index < teams; ++index) {
@@ -146,20 +156,47 @@ std::vector<int> taken(DeltaShape const& shape, std::int32_t teams, std::int32_t
 
 TEST_CASE("the teams' walks take every output of every row tile once") {
   for (std::int32_t const outputs : {1, 8, 128, 448}) {
-    DeltaShape const shape = shape_of(4096, 8, outputs, 0);
-    for (std::int32_t const teams : {1, 6, 28, 30, 60}) {
-      for (std::int32_t const tiles :
-           {0, 1, 2, 5, 7, 14, 15, 27, 28, 29, 31, 56, 59, 60, 61, 64, 90, 180, 181, 999}) {
-        INFO(outputs << " outputs, " << teams << " teams, " << tiles << " row tiles");
-        for (int const t : taken(shape, teams, tiles)) REQUIRE(t == 1);
+    for (std::int32_t const projections : {1, 2, 3, 4}) {
+      DeltaShape shape;
+      for (std::int32_t p = 0; p < projections; ++p)
+        shape.first_output[p + 1] = shape.first_output[p] + (p == 0 ? outputs : outputs / 4);
+      shape.set(Contraction(4096), 8, 0, 8, 4, projections);
+      for (std::int32_t const teams : {1, 6, 28, 30, 60}) {
+        for (std::int32_t const tiles :
+             {0, 1, 2, 5, 7, 14, 15, 27, 28, 29, 31, 56, 59, 60, 61, 64, 90, 180, 181, 999}) {
+          INFO(outputs << " outputs, " << projections << " projections, " << teams << " teams, " << tiles
+                       << " row tiles");
+          for (std::int32_t const lone_teams : {teams, (teams + 1) / 2}) {
+            for (int const t : taken(shape, teams, lone_teams, tiles)) REQUIRE(t == 1);
+          }
+        }
       }
     }
   }
 }
 
+TEST_CASE("teams that a row tile can occupy have a projection each") {
+  DeltaShape shape;
+  shape.first_output[1] = 128;
+  shape.first_output[2] = 160;
+  shape.first_output[3] = 192;
+  shape.set(Contraction(4096), 16, 0, 8, 4, 3);
+  TeamShape const& team = shape.team[0];
+  CHECK(team.max_parts == 3);
+  CHECK(shape.walk_of(team, 3, 1, 2) == TileWalk{0, 0, 2, 3});
+  CHECK(shape.projection_of_part(2, 3) == 2);
+  // q's 128 output tiles among 16 blocks, and none of k's.
+  CHECK(shape.outputs_of(team, 1, 0, 3, 0) == Share{8, 16});
+  CHECK(shape.outputs_of(team, 1, 0, 3, 1) == Share{0, 0});
+  // Two teams are too few for that: they share the outputs of all.
+  CHECK(shape.walk_of(team, 2, 1, 1) == TileWalk{0, 0, 1, 2});
+  CHECK(shape.projection_of_part(1, 2) == -1);
+}
+
 TEST_CASE("a last round that is not full is divided, and one alone by at most half of the teams") {
   DeltaShape const shape = shape_of(4096, 8, 448, 0);  // 56 output tiles a block: 7 for each of 8 warps
-  TeamShape const& team = shape.team[0];
+  TeamShape team = shape.team[0];
+  team.lone_teams = 15;
   CHECK(team.max_parts == 7);
   CHECK(shape.walk_of(team, 30, 1, 3) == TileWalk{0, 0, 3, 7});
   CHECK(shape.walk_of(team, 30, 1, 7) == TileWalk{0, no_tile, 7, 7});

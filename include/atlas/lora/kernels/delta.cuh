@@ -109,6 +109,11 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
   if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster)
     return cudaErrorInvalidValue;
   LaunchShape const shape = team_shape(tuning, blocks, teams, shared, machine);
+  // Half of what runs at once.
+  bool const two = blocks >= 2 && shared <= shared_budget(machine, 2);
+  p.shape.most_tiles = std::max(tiles, 1);
+  p.shape.team[0].lone_teams = std::max(machine.resident_teams(tuning.cluster, two ? 2 : 1) / 2, 1);
+  p.shape.team[1].lone_teams = p.shape.team[0].lone_teams << (p.shape.team[0].log2 - p.shape.team[1].log2);
   return launch(delta_kernel_of<Tuning, Splits, T, Y, Source>, shape, machine, stream, p, source);
 }
 

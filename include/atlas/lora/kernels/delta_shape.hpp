@@ -31,8 +31,8 @@ inline constexpr std::int32_t most_delta_stages = 3;
 inline constexpr std::int32_t no_tile = std::int32_t{1} << 30;
 
 /// The row tiles of a team: first `whole` of its own, the `i`-th one `i` times the teams after the first,
-/// then one whose outputs are divided among `parts` teams, each of which does all of its shrink. So a last
-/// round that is not full lasts less long.
+/// then one that is divided among `parts` teams: projections among them, or their outputs, of which each
+/// then does all of the shrink. So a last round that is not full lasts less long.
 struct TileWalk {
   std::int32_t whole = 0;
   std::int32_t shared = no_tile;  ///< the row tile after those, or `no_tile`
@@ -79,7 +79,8 @@ struct TeamShape {
   std::int32_t log2 = 0;               ///< blocks of the team, as a power of two
   std::int32_t block_segments = 0;     ///< segments of a block
   std::int32_t block_outputs = 0;      ///< output tiles of a block of a team that has a row tile to itself
-  std::int32_t max_parts = 1;          ///< teams that a row tile's outputs can occupy
+  std::int32_t max_parts = 1;          ///< teams that a row tile can occupy
+  std::int32_t lone_teams = no_tile;   ///< most teams that work where no team has a row tile to itself before
   ShrinkTasks tasks[slab_rank_tiles];  ///< of a slab of 1, 2, 3 and 4 rank tiles
 };
 
@@ -92,11 +93,11 @@ struct DeltaShape {
   std::int32_t segment_blocks = 0;
   std::int32_t segment_chunks = 0;
   std::int32_t chunk_blocks = 0;
-  /// Sums of chunks that a block has room for beyond the segment sums: where warps share sums, chunks lie
-  /// behind the segments of as many rank tiles as there are, so over those of rank tiles that there are not.
-  std::int32_t chunk_sums = 0;
-  std::int32_t stages = 1;            ///< of a warp
-  std::int32_t slab = 1;              ///< rank tiles whose sums are exchanged at once
+  std::int32_t chunk_sums = 0;  ///< that a block has room for behind the segment sums of a slab
+  std::int32_t stages = 1;      ///< of a warp
+  std::int32_t slab = 1;        ///< rank tiles whose sums are exchanged at once
+  std::int32_t projections = 1;
+  std::int32_t most_tiles = no_tile;  ///< that the launch can have, as far as the host knows
   std::int32_t most_whole_tiles = 0;  ///< row tiles up to which a cluster is one team; 0: always
   std::int32_t first_output[max_projections + 1] = {};  ///< prefix counts of output tiles
   std::int32_t xa_offset[max_projections] = {};         ///< of a projection in a row of xa
@@ -110,6 +111,7 @@ struct DeltaShape {
     segment_blocks = cut.segment_blocks();
     segment_chunks = cut.segment_chunks();
     chunk_blocks = cut.chunk_blocks();
+    projections = num_projections;
     most_whole_tiles = whole_tiles;
     set_team(0, cluster, warps, first_output[num_projections]);
     set_team(1, whole_tiles > 0 ? cluster / 2 : cluster, warps, first_output[num_projections]);
@@ -128,17 +130,28 @@ struct DeltaShape {
     std::int32_t const rounds = tiles < teams ? 0 : tiles < 2 * teams ? 1 : tiles / teams;
     std::int32_t const left = tiles - rounds * teams;
     TileWalk walk{rounds, rounds * teams + index, 0, 1};
-    if (left < 1) walk.shared = no_tile;
-    if (left < 1 || (rounds == 0 ? left > teams / 4 : left > teams / 2)) {
-      if (index >= left) walk.shared = no_tile;
+    if (left < 1) {
+      walk.shared = no_tile;
       return walk;
     }
-    // Where that is all, half of the teams work, so that the next launch's can start beside them.
-    std::int32_t const parts = (rounds == 0 ? teams / 2 : teams) / left;
+    // Where that is all, some teams are left out, so that the next launch's can start beside the others.
+    std::int32_t const most = rounds == 0 && of.lone_teams < teams ? of.lone_teams : teams;
+    std::int32_t parts = left <= most / 2 ? most / left : 1;
+    // Teams that have a projection each have no work in common.
+    if (projections > 1 && projections * left <= most) {
+      std::int32_t const more = (parts + projections - 1) / projections * projections;
+      parts = more * left <= most ? more : parts - parts % projections;
+    }
     walk.parts = parts < of.max_parts ? parts : of.max_parts;
-    walk.part = index / left;
-    walk.shared = walk.part < walk.parts ? rounds * teams + index - walk.part * left : no_tile;
+    walk.part = walk.parts == 1 ? 0 : index / left;
+    bool const has = walk.parts == 1 ? index < left : walk.part < walk.parts;
+    walk.shared = has ? rounds * teams + index - walk.part * left : no_tile;
     return walk;
+  }
+  /// The one projection of part `part` of `parts`, or -1 where parts have outputs of all.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t projection_of_part(std::int32_t part,
+                                                                   std::int32_t parts) const noexcept {
+    return projections > 1 && parts % projections == 0 ? part % projections : -1;
   }
   /// The output tiles of one projection that are block `block`'s of a team with part `part` of `parts`,
   /// counted from the projection's first.
@@ -146,10 +159,18 @@ struct DeltaShape {
                                                     std::int32_t part, std::int32_t parts,
                                                     std::int32_t projection) const noexcept {
     std::int32_t const first = first_output[projection];
+    std::int32_t const size = first_output[projection + 1] - first;
+    std::int32_t const only = projection_of_part(part, parts);
+    if (only >= 0) {
+      if (projection != only) return {};
+      std::int32_t const blocks_of_all = parts / projections << of.log2;
+      std::int32_t const count = (size + blocks_of_all - 1) / blocks_of_all;
+      return clipped(((part / projections << of.log2) + block) * count, count, 0, size);
+    }
     std::int32_t const all = of.block_outputs;
     std::int32_t const count = parts == 1 ? all : (all + parts - 1) / parts;
     std::int32_t const begin = ((part << of.log2) + block) * count;
-    return clipped(begin - first, count, 0, first_output[projection + 1] - first);
+    return clipped(begin - first, count, 0, size);
   }
   /// Task `task` of a block whose segments begin with `first_segment`; its blocks may be none.
   [[nodiscard]] ATLAS_HD constexpr ShrinkTask task_of(ShrinkTasks const& tasks, std::int32_t first_segment,
@@ -167,14 +188,19 @@ struct DeltaShape {
     return found;
   }
 
+  /// Where the chunk sums of a slab of `ranks` rank tiles begin, counted in segment sums: over those of rank
+  /// tiles that there are not, unless what counts for segments that there are not stands there.
+  [[nodiscard]] ATLAS_HD constexpr std::int32_t first_chunk_sum(std::int32_t ranks) const noexcept {
+    return (segments == max_segments ? ranks : slab) * max_segments;
+  }
   /// Sets what follows from the slab.
   constexpr void set_chunk_sums() noexcept {
     chunk_sums = 0;
     for (TeamShape const& of : team) {
       for (std::int32_t ranks = 1; ranks <= slab; ++ranks) {
         if (of.tasks[ranks - 1].sharing_log2 == 0) continue;
-        std::int32_t const sums = of.block_segments * ranks * segment_chunks - (slab - ranks) * max_segments;
-        if (sums > chunk_sums) chunk_sums = sums;
+        std::int32_t const end = first_chunk_sum(ranks) + of.block_segments * ranks * segment_chunks;
+        if (end - slab * max_segments > chunk_sums) chunk_sums = end - slab * max_segments;
       }
     }
   }
@@ -189,7 +215,7 @@ struct DeltaShape {
     for (std::int32_t ranks = 1; ranks <= slab_rank_tiles; ++ranks)
       t.tasks[ranks - 1] = ShrinkTasks(t.block_segments, ranks, segment_chunks, warps);
     t.block_outputs = static_cast<std::int32_t>(divide_up(outputs, blocks_of_team));
-    t.max_parts = static_cast<std::int32_t>(divide_up(t.block_outputs, warps));
+    t.max_parts = static_cast<std::int32_t>(round_up(divide_up(t.block_outputs, warps), projections));
   }
   [[nodiscard]] ATLAS_HD static constexpr Share clipped(std::int32_t first, std::int32_t size,
                                                         std::int32_t least, std::int32_t most) noexcept {

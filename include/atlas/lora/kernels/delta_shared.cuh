@@ -10,6 +10,7 @@
 #include "atlas/lora/element.hpp"
 #include "atlas/lora/kernels/barrier.cuh"
 #include "atlas/lora/kernels/delta_shape.hpp"
+#include "atlas/lora/kernels/delta_stage.cuh"
 #include "atlas/lora/kernels/fragment.cuh"
 #include "atlas/lora/kernels/row_tile.cuh"
 #include "atlas/lora/kernels/work.hpp"
@@ -20,12 +21,6 @@ namespace atlas::lora::inline v0::detail {
 inline constexpr int rank_tile_values = 4 * warp_threads;
 /// Values of one rank tile's segment sums.
 inline constexpr int rank_tile_segments = max_segments * rank_tile_values;
-
-/// Bytes from one of a lane's 16-byte vectors in a stage to its next: all lanes' lie between.
-inline constexpr std::uint32_t stage_vector_bytes = 16 * warp_threads;
-/// Bytes of a stage of a warp: four packs of weights, two of x, where y lies instead in the expand.
-template <Element T>
-inline constexpr std::uint32_t stage_bytes = 6 * stage_vector_bytes*(sizeof(Pack<T>) / 16);
 
 /// What a block keeps in shared memory beside the arrays.
 template <int Warps, Element T>
@@ -73,8 +68,8 @@ struct DeltaShared {
         segments(stages + Warps * shape.stages * static_cast<int>(stage_bytes<T> / sizeof(float4))),
         xa(reinterpret_cast<T*>(segments + (shape.slab * max_segments + shape.chunk_sums) * warp_threads)) {}
   /// Chunk sums, [sums][segment_chunks][32], of a slab of `ranks` rank tiles.
-  __device__ float4* chunks(std::int32_t ranks) const {
-    return segments + ranks * max_segments * warp_threads;
+  __device__ float4* chunks(DeltaShape const& shape, std::int32_t ranks) const {
+    return segments + shape.first_chunk_sum(ranks) * warp_threads;
   }
   /// The team's `item`-th row tile.
   [[nodiscard]] __device__ std::int32_t row_tile(std::int32_t item) const {

@@ -70,14 +70,6 @@ __device__ inline Pack<T> load_vectors(T const* p) {
   return pack;
 }
 
-/// The eight elements at `p` in global memory, which is 16-byte aligned; the compiler cannot know that of an
-/// address that was read from shared memory.
-template <Element T>
-__device__ inline Pack<T> load_global(T const* p) {
-  __builtin_assume(__isGlobal(p));
-  return load_vectors(p);
-}
-
 /// Loads the eight elements at `p` in global memory, which is 16-byte aligned, where `condition` holds, and
 /// leaves the pack as it is elsewhere: in place, so that nothing waits for the load but what uses it.
 template <Element T>

@@ -112,7 +112,7 @@ class Multiply {
     for (std::int32_t i = warp_; i < count; i += Warps) {
       if (i > warp_) task = p_.shape.task_of(tasks, own.first, i);
       std::int32_t const chunk = task.sum * p_.shape.segment_chunks + task.part * tasks.task_chunks;
-      float4* const chunks = shared_.chunks(ranks) + chunk * warp_threads + lane_index();
+      float4* const chunks = shared_.chunks(p_.shape, ranks) + chunk * warp_threads + lane_index();
       float4 const total = multiply(task.blocks, shared ? chunks : nullptr);
       if (shared) break;
       if (i == warp_ && slabs_ > 0) wait_for_room();
@@ -190,9 +190,10 @@ class Multiply {
     std::int32_t const chunks = last - first == p_.shape.segment_blocks
                                     ? p_.shape.segment_chunks
                                     : (last - first + p_.shape.chunk_blocks - 1) / p_.shape.chunk_blocks;
-    return {shared_.chunks(tasks.ranks) + sum * p_.shape.segment_chunks * warp_threads + lane_index(), chunks,
-            (sum - segment * tasks.ranks) * max_segments + own.first + segment, warp_ & ((1 << together) - 1),
-            1 << together};
+    return {
+        shared_.chunks(p_.shape, tasks.ranks) + sum * p_.shape.segment_chunks * warp_threads + lane_index(),
+        chunks, (sum - segment * tasks.ranks) * max_segments + own.first + segment,
+        warp_ & ((1 << together) - 1), 1 << together};
   }
 
   /// Waits until all blocks of the team have folded the last slab.

@@ -157,12 +157,6 @@ __device__ inline void store_to_block(float4* local, std::uint32_t rank, float4 
 #endif
 }
 
-/// Asks for `bytes` bytes at `address` to come to L2, without waiting for them; both multiples of 16.
-__device__ inline void prefetch_bulk(void const* address, std::uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
-#endif
-}
 /// Asks for the L2 line at `address`, without waiting for it.
 __device__ inline void prefetch_l2(void const* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

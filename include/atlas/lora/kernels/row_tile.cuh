@@ -115,6 +115,17 @@ __device__ void describe(SlotCells<T>& tile, Operands<T, Y> const& p, RouteCell<
   if (lane == 0) tile.wide = all_wide ? 1 : 0;
 }
 
+/// Leaves a row tile to one projection alone. The warp that filled it calls it, whole.
+template <Element T, Element Y>
+__device__ void keep_projection(RowTile<T>& tile, Operands<T, Y> const& p, int projection) {
+  __syncwarp();
+  if (tile.exists == 0) return;
+  RouteCell<T> cell;
+  if (lane_index() == projection) cell = tile.cell[projection];
+  __syncwarp();
+  describe(tile, p, cell);
+}
+
 /// A cell, by three 16-byte loads.
 template <Element T>
 __device__ inline RouteCell<T> load_cell(RouteCell<T> const* from) {
