@@ -22,7 +22,8 @@ namespace atlas::lora::inline v0 {
   return width + static_cast<std::int32_t>(pad / element_bytes);
 }
 
-/// Blocks of k, or of a rank, of a stage: what a warp of the one-launch delta fetches at a time.
+/// Blocks of k of a rank tile that a stage, what a warp of the one-launch delta fetches at a time, holds in
+/// the shrink. In the expand it holds one block of the rank of an output tile.
 inline constexpr std::int32_t delta_stage_blocks = 2;
 /// Most stages of a warp.
 inline constexpr std::int32_t most_delta_stages = 3;

@@ -58,19 +58,16 @@ constexpr std::size_t delta_shared_bytes(DeltaShape const& shape, std::int32_t x
 template <int Warps, Element T>
 struct DeltaShared {
   DeltaHead<Warps, T>* head;
-  float4* stages;    ///< [Warps][stages], `stage_bytes` each
-  float4* segments;  ///< [slab][max_segments][32], and [chunk_sums][32] more
-  T* xa;             ///< [2][tile_rows][xa_shared_stride], taken in turn by row tiles
+  float4* stages;  ///< [Warps][stages], `stage_bytes` each
+  float4*
+      segments;  ///< [slab][max_segments][32]; chunk sums lie by `first_chunk_sum`, [chunk_sums][32] behind
+  T* xa;         ///< [2][tile_rows][xa_shared_stride], taken in turn by row tiles
 
   __device__ DeltaShared(float4* base, DeltaShape const& shape)
       : head(reinterpret_cast<DeltaHead<Warps, T>*>(base)),
         stages(base + sizeof(DeltaHead<Warps, T>) / sizeof(float4)),
         segments(stages + Warps * shape.stages * static_cast<int>(stage_bytes<T> / sizeof(float4))),
         xa(reinterpret_cast<T*>(segments + (shape.slab * max_segments + shape.chunk_sums) * warp_threads)) {}
-  /// Chunk sums, [sums][segment_chunks][32], of a slab of `ranks` rank tiles.
-  __device__ float4* chunks(DeltaShape const& shape, std::int32_t ranks) const {
-    return segments + shape.first_chunk_sum(ranks) * warp_threads;
-  }
   /// The team's `item`-th row tile.
   [[nodiscard]] __device__ std::int32_t row_tile(std::int32_t item) const {
     TileWalk const& walk = head->walk;

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "atlas/lora/config.hpp"
 #include "atlas/lora/element.hpp"

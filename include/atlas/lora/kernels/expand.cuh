@@ -66,18 +66,18 @@ __device__ inline Pack<Y> folded(Pack<Y> const& y, Pack<T> const& delta, float s
 /// Adds the bias to the sums of an output tile from `first`, rounds, and gives a lane its eight consecutive
 /// outputs of its batch row. A whole warp calls it.
 template <Element T>
-__device__ Pack<T> finish_outputs(T const* bias, std::int64_t n_out, std::int64_t first,
+__device__ Pack<T> finish_outputs(RouteCell<T> const& cell, std::int64_t n_out, std::int64_t first,
                                   Accumulator<T> const (&sums)[2]) {
   float4 const low = sums[0].finish();
   float4 const high = sums[1].finish();
   float value[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  if (bias != nullptr) {
+  if (cell.bias != nullptr) {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       std::int64_t const n = first + output_of(lane_index(), m);
-      float const added = n < n_out ? widen(bias[n]) : 0.0F;
-      value[2 * m] = add_rn(value[2 * m], added);
-      value[2 * m + 1] = add_rn(value[2 * m + 1], added);
+      float const bias = n < n_out ? widen(cell.bias[n]) : 0.0F;
+      value[2 * m] = add_rn(value[2 * m], bias);
+      value[2 * m + 1] = add_rn(value[2 * m + 1], bias);
     }
   }
   return transpose<T>(value);
@@ -103,7 +103,7 @@ __device__ Pack<T> expand_outputs(RouteCell<T> const& cell, std::int32_t rank, s
     sums[0].add(b[0], b[1], x);
     sums[1].add(b[2], b[3], x);
   }
-  return finish_outputs(cell.bias, n_out, first, sums);
+  return finish_outputs(cell, n_out, first, sums);
 }
 
 /// Output tiles of all projections of a launch.

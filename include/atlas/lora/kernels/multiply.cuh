@@ -33,7 +33,7 @@ template <class Source, int Warps, bool Splits, Element T, Element Y>
 class Multiply {
  public:
   __device__ Multiply(Operands<T, Y> const& p, DeltaShared<Warps, T> const& shared)
-      : p_(p), shared_(shared), stream_(p, shared), warp_(warp_index()), xa_(shared.xa) {}
+      : p_(p), shared_(shared), stream_(p, shared), warp_(warp_index()) {}
 
   /// Asks for the first weights of the window's row tiles from `index` on.
   __device__ void begin(int index) {
@@ -60,7 +60,7 @@ class Multiply {
     }
 #pragma unroll 1
     while (true) {
-      expand(outputs);
+      expand(outputs, tile.cell[projection]);
       do {
         if (++projection >= p_.num_projections) return finished(last);
       } while (tile.cell[projection].rank == 0);
@@ -78,7 +78,7 @@ class Multiply {
  private:
   /// Goes on to the place of the next row tile's xa unless that was the last; false then.
   __device__ bool finished(bool last) {
-    if (!last) xa_ = xa_ == shared_.xa ? xa_ + xa_elements<T>(p_.xa_shared_stride) : shared_.xa;
+    if (!last) xa_ = xa_ == 0 ? xa_elements<T>(p_.xa_shared_stride) : 0;
     return !last;
   }
 
@@ -112,30 +112,31 @@ class Multiply {
     for (std::int32_t i = warp_; i < count; i += Warps) {
       if (i > warp_) task = p_.shape.task_of(tasks, own.first, i);
       std::int32_t const chunk = task.sum * p_.shape.segment_chunks + task.part * tasks.task_chunks;
-      float4* const chunks = shared_.chunks(p_.shape, ranks) + chunk * warp_threads + lane_index();
-      float4 const total = multiply(task.blocks, shared ? chunks : nullptr);
+      float4 const total = multiply(task.blocks, shared ? p_.shape.first_chunk_sum(ranks) + chunk : -1);
       if (shared) break;
       if (i == warp_ && slabs_ > 0) wait_for_room();
       send_to_team(total, task.rank_tile * max_segments + own.first + task.segment, rows, 0, 1);
     }
     if (shared) {
       __syncthreads();
-      if (sending.from != nullptr) {
-        float4 total = sending.from[0];
+      if (sending.from >= 0) {
+        float4 const* const from = sum_at(sending.from);
+        float4 total = from[0];
 #pragma unroll
         for (int c = 1; c < max_chunks; ++c) {
-          if (c < sending.chunks) total = add(total, sending.from[c * warp_threads]);
+          if (c < sending.chunks) total = add(total, from[c * warp_threads]);
         }
         if (slabs_ > 0) wait_for_room();
-        send_to_team(total, sending.to, rows, sending.target, sending.step);
+        int const warps = 1 << sending.together_log2;
+        send_to_team(total, sending.to, rows, warp_ & (warps - 1), warps);
       }
     }
   }
 
-  /// The sum of the chunks of blocks `blocks`; each on its own goes to `chunks` where it is not null, 32
-  /// values from one to the next. Of a rank tile a lane has batch row `group()` and ranks `2 quad()`, one
-  /// more, and eight beyond these.
-  __device__ float4 multiply(BlockRange blocks, float4* chunks) {
+  /// The sum of the chunks of blocks `blocks`; each on its own is kept from `chunk_sum` on, counted in
+  /// segment sums, unless that is negative. Of a rank tile a lane has batch row `group()` and ranks `2
+  /// quad()`, one more, and eight beyond these.
+  __device__ float4 multiply(BlockRange blocks, std::int32_t chunk_sum) {
     float4 total = make_float4(-0.0F, -0.0F, -0.0F, -0.0F);
     std::int32_t b = blocks.first;
 #pragma unroll 1
@@ -158,9 +159,8 @@ class Multiply {
       float2 const low = sums[0].finish();
       float2 const high = sums[1].finish();
       float4 const chunk = make_float4(low.x, low.y, high.x, high.y);
-      if (chunks != nullptr) {
-        *chunks = chunk;
-        chunks += warp_threads;
+      if (chunk_sum >= 0) {
+        *sum_at(chunk_sum++) = chunk;
       } else {
         total = add(total, chunk);
       }
@@ -172,28 +172,29 @@ class Multiply {
 
   /// A segment sum that warps share, which this one folds and sends to some blocks of the team.
   struct Sending {
-    float4 const* from;   ///< its first chunk, as of this lane; null where there is none for this warp
-    std::int32_t chunks;  ///< to fold
-    std::int32_t to;      ///< counted in `segments`
-    std::int32_t target;  ///< the first block
-    std::int32_t step;    ///< from a block to the next
+    std::int32_t from;           ///< its first chunk, counted in segment sums; negative where there is none
+    std::int32_t chunks;         ///< to fold
+    std::int32_t to;             ///< counted likewise
+    std::int32_t together_log2;  ///< warps that send it, as a power of two
   };
   __device__ Sending sending_of(ShrinkTasks const& tasks, Share own) const {
     std::int32_t const sums = own.size() * tasks.ranks;
     int const together = warps_log2 - max(32 - __clz(sums - 1), 0);
     int const sum = warp_ >> together;
     int const segment = sum * tasks.inverse >> 8;
-    if (sums == 0 || sum >= sums) return {nullptr, 0, 0, 0, 1};
+    if (sums == 0 || sum >= sums) return {-1, 0, 0, 0};
     std::int32_t const first = (own.first + segment) * p_.shape.segment_blocks;
     std::int32_t const last = min(first + p_.shape.segment_blocks, p_.shape.blocks);
     // A segment that is short has chunks to spare; all others are alike.
     std::int32_t const chunks = last - first == p_.shape.segment_blocks
                                     ? p_.shape.segment_chunks
                                     : (last - first + p_.shape.chunk_blocks - 1) / p_.shape.chunk_blocks;
-    return {
-        shared_.chunks(p_.shape, tasks.ranks) + sum * p_.shape.segment_chunks * warp_threads + lane_index(),
-        chunks, (sum - segment * tasks.ranks) * max_segments + own.first + segment,
-        warp_ & ((1 << together) - 1), 1 << together};
+    return {p_.shape.first_chunk_sum(tasks.ranks) + sum * p_.shape.segment_chunks, chunks,
+            (sum - segment * tasks.ranks) * max_segments + own.first + segment, together};
+  }
+  /// This lane's values of a sum of a segment or a chunk.
+  [[nodiscard]] __device__ float4* sum_at(std::int32_t sum) const {
+    return shared_.segments + sum * warp_threads + lane_index();
   }
 
   /// Waits until all blocks of the team have folded the last slab.
@@ -203,7 +204,7 @@ class Multiply {
   /// where its row is one of `rows`; `to` counts in `segments` of shared memory.
   __device__ void send_to_team(float4 const& total, std::int32_t to, int rows, int target, int step) const {
     auto const done = shared_address(&shared_.head->sums_full);
-    auto const place = shared_address(shared_.segments + to * warp_threads + lane_index());
+    auto const place = shared_address(sum_at(to));
     std::uint32_t const first = block_of_team(0);
     int const blocks = 1 << stream_.team().log2;
     if (group() >= rows) return;
@@ -218,7 +219,7 @@ class Multiply {
 
   /// Where two neighbouring values of a rank tile's sums go in xa.
   struct XaPlace {
-    T* xa;
+    std::int32_t at;    ///< elements of `shared_.xa`
     std::int32_t left;  ///< ranks from there on
     bool half;          ///< the rank tile is the rank's last and fills half of a block
   };
@@ -258,8 +259,8 @@ class Multiply {
         total = make_float2(add_rn(total.x, segment.x), add_rn(total.y, segment.y));
       }
       float2 const kept = make_float2(place.left > 0 ? total.x : 0.0F, place.left > 1 ? total.y : 0.0F);
-      store_pair(place.xa, kept);
-      if (place.half) store_pair(place.xa + tile_ranks, make_float2(0.0F, 0.0F));
+      store_pair(shared_.xa + place.at, kept);
+      if (place.half) store_pair(shared_.xa + place.at + tile_ranks, make_float2(0.0F, 0.0F));
     }
     __syncthreads();
     if (!last && thread < 1 << stream_.team().log2) head.sums_empty.arrive_at(block_of_team(thread));
@@ -290,13 +291,10 @@ class Multiply {
     std::int32_t last;  ///< one past the last
     std::int32_t rank;
     std::int32_t n_out;
-    float scale;
-    T const* bias;
-    T const* xa;  ///< this lane's first pack
-    Y* y;         ///< its pack of output tile `at`; null where its row does not exist
+    std::int32_t xa;  ///< elements of `shared_.xa` before this lane's first pack
+    Y* y;             ///< its pack of output tile `at`; null where its row does not exist
   };
   __device__ Outputs outputs_of(RowTile<T> const& tile, int projection) const {
-    RouteCell<T> const& cell = tile.cell[projection];
     DeltaProjection<T, Y> const& target = p_.projections[projection];
     int2 const own = stream_.own_outputs(tile, projection);
     std::int32_t const row = tile.row[group()];
@@ -305,8 +303,6 @@ class Multiply {
     outputs.last = own.y;
     outputs.rank = rank_of<Source>(tile, projection);
     outputs.n_out = static_cast<std::int32_t>(target.table.n_out);
-    outputs.scale = cell.scale;
-    outputs.bias = cell.bias;
     outputs.xa =
         xa_ + group() * p_.xa_shared_stride + p_.shape.xa_offset[projection] + quad() * pack_elements;
     outputs.y =
@@ -317,7 +313,7 @@ class Multiply {
 
   /// Expands output tiles and folds them into y. A lane has batch row `group()` and eight neighbouring
   /// outputs.
-  __device__ void expand(Outputs& outputs) {
+  __device__ void expand(Outputs& outputs, RouteCell<T> const& cell) {
 #pragma unroll 1
     for (; outputs.at < outputs.last; outputs.at += Warps) {
       RowAccumulator<T> sums[4];
@@ -325,7 +321,7 @@ class Multiply {
 #pragma unroll 1
       for (std::int32_t j = 0; j < outputs.rank; j += block_elements) {
         std::uint32_t const stage = stream_.next();
-        Pack<T> const x = load_vectors(outputs.xa + j);
+        Pack<T> const x = load_vectors(shared_.xa + outputs.xa + j);
         Pack<T> b[4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) b[m] = Stream::pack(stage, m);
@@ -337,21 +333,21 @@ class Multiply {
         RowAccumulator<T>::add(sums, b, x);
         stream_.refill();
       }
-      fold_outputs(outputs, sums, before);
+      fold_outputs(outputs, cell, sums, before);
       if (outputs.y != nullptr) outputs.y += Warps * tile_outputs;
     }
   }
 
   /// Finishes an output tile and folds it into y, which was `before`.
-  __device__ void fold_outputs(Outputs const& outputs, RowAccumulator<T> const (&sums)[4],
-                               Pack<Y> const& before) const {
+  __device__ void fold_outputs(Outputs const& outputs, RouteCell<T> const& cell,
+                               RowAccumulator<T> const (&sums)[4], Pack<Y> const& before) const {
     std::int32_t const first = outputs.at * tile_outputs + quad() * pack_elements;
     std::int32_t const left = outputs.n_out - first;
     float2 value[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) value[m] = sums[m].finish();
     if (outputs.y == nullptr || left <= 0) return;
-    if (outputs.bias != nullptr) add_bias(value, outputs.bias + first, left);
+    if (cell.bias != nullptr) add_bias(value, cell.bias + first, left);
     Pack<T> delta;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -362,7 +358,7 @@ class Multiply {
         delta.word[2 * m + 1] = __float_as_uint(value[m].y);
       }
     }
-    Pack<Y> const after = folded(before, delta, outputs.scale);
+    Pack<Y> const after = folded(before, delta, cell.scale);
     if (p_.wide && left >= pack_elements) {
       store_vectors(outputs.y, after);
     } else {
@@ -384,7 +380,7 @@ class Multiply {
   int warp_;
   bool entered_ = false;     ///< the launch's dependencies are complete
   bool settled_ = false;     ///< x and y of the first stages since `begin` were asked for
-  T* xa_;                    ///< where the row tile's xa is
+  std::int32_t xa_ = 0;      ///< elements from `shared_.xa` to the row tile's
   std::uint32_t slabs_ = 0;  ///< folded
 };
 
