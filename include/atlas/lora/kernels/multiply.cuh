@@ -76,9 +76,15 @@ class Multiply {
   }
 
  private:
-  /// Goes on to the place of the next row tile's xa unless that was the last; false then.
+  /// Goes on to the place of the next row tile's xa unless that was the last; false then. A block must not
+  /// leave before it has the others' word of the slab before the last, which no warp has waited for where the
+  /// block has no segments.
   __device__ bool finished(bool last) {
-    if (!last) xa_ = xa_ == 0 ? xa_elements<T>(p_.xa_shared_stride) : 0;
+    if (!last) {
+      xa_ = xa_ == 0 ? xa_elements<T>(p_.xa_shared_stride) : 0;
+    } else if (slabs_ > 1) {
+      shared_.head->sums_empty.wait(slabs_ & 1u);
+    }
     return !last;
   }
 
