@@ -231,6 +231,37 @@ TEST_SUITE("gpu") {
     }
   }
 
+  TEST_CASE("a plan of more row tiles than a launch's rows can fill gives every team its own") {
+    // Few rows of many or of long outputs, which teams share, of a plan with several row tiles a team.
+    using T = __nv_bfloat16;
+    std::vector<std::int32_t> const ranks(40, 8);
+    for (std::vector<std::int64_t> const& n_out :
+         {std::vector<std::int64_t>{8192}, {1024, 64, 64}, {4096, 4096}}) {
+      Shape const shape{.k_in = 512, .n_out = n_out, .ranks = ranks};
+      std::vector<std::int32_t> slots(120);
+      for (std::size_t r = 0; r < slots.size(); ++r) slots[r] = static_cast<std::int32_t>((r + 3) * 7 % 40);
+      Batch<T> const batch(shape, slots);
+      auto const whole = batch.run(Form::split);
+      for (std::int32_t const rows : {1, 3, 9}) {
+        for (Form const form : all_forms) {
+          if (!runs<T, T>(form)) continue;
+          auto const y = batch.upload_y();
+          DeltaParams<T> params = batch.params(y);
+          params.rows = rows;
+          params.inputs_settled = true;
+          batch.enqueue(form, params, batch.make_xa(), batch.make_scratch(), nullptr);
+          CUDA_OK(cudaDeviceSynchronize());
+          INFO(name(form) << ", rows " << rows << ", projections " << n_out.size());
+          for (std::size_t p = 0; p < n_out.size(); ++p) {
+            std::vector<T> want = batch.y()[p];
+            std::copy(whole[p].begin(), whole[p].begin() + rows * n_out[p], want.begin());
+            CHECK(same_bytes(y[p].download(), want));
+          }
+        }
+      }
+    }
+  }
+
   TEST_CASE("bad arguments are refused before anything is enqueued") {
     using T = __nv_bfloat16;
     Batch<T> const batch({.k_in = 64, .n_out = {32}, .ranks = {8}}, {0, 0});

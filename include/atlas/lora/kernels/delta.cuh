@@ -111,7 +111,8 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
   LaunchShape const shape = team_shape(tuning, blocks, teams, shared, machine);
   // Half of what runs at once.
   bool const two = blocks >= 2 && shared <= shared_budget(machine, 2);
-  p.shape.most_tiles = std::max(tiles, 1);
+  // A plan may have been made for more rows than the launch has, and then for more row tiles than that.
+  if (tiles >= 1 && tiles >= source.most_tiles(p)) p.shape.most_tiles = tiles;
   p.shape.team[0].lone_teams = std::max(machine.resident_teams(tuning.cluster, two ? 2 : 1) / 2, 1);
   p.shape.team[1].lone_teams = p.shape.team[0].lone_teams << (p.shape.team[0].log2 - p.shape.team[1].log2);
   return launch(delta_kernel_of<Tuning, Splits, T, Y, Source>, shape, machine, stream, p, source);

@@ -98,7 +98,7 @@ struct DeltaShape {
   std::int32_t stages = 1;      ///< of a warp
   std::int32_t slab = 1;        ///< rank tiles whose sums are exchanged at once
   std::int32_t projections = 1;
-  std::int32_t most_tiles = no_tile;  ///< that the launch can have, as far as the host knows
+  std::int32_t most_tiles = no_tile;  ///< that the launch can find; `no_tile` where that is not known
   std::int32_t most_whole_tiles = 0;  ///< row tiles up to which a cluster is one team; 0: always
   std::int32_t first_output[max_projections + 1] = {};  ///< prefix counts of output tiles
   std::int32_t xa_offset[max_projections] = {};         ///< of a projection in a row of xa

@@ -29,6 +29,11 @@ struct ExpertSource {
   ExpertInput input;
   ExpertTable<T> tables[max_projections];
 
+  /// As of a `PlanSource`.
+  template <Element Y>
+  std::int32_t most_tiles(Operands<T, Y> const&) const noexcept {
+    return plan.max_groups;
+  }
   /// Row tiles that exist.
   template <Element Y>
   __device__ std::int32_t num_tiles(Operands<T, Y> const&) const {

@@ -153,6 +153,12 @@ struct PlanSource {
   static constexpr std::int32_t static_rank = dynamic_rank;
   static constexpr bool one_pair = false;
 
+  /// Row tiles that a launch can find, as the host knows it.
+  template <Element T, Element Y>
+  std::int32_t most_tiles(Operands<T, Y> const& p) const noexcept {
+    return p.plan.max_tiles;
+  }
+
   /// Row tiles that exist; a plan that says nonsense may say more or fewer, but none beyond its capacity.
   template <Element T, Element Y>
   __device__ std::int32_t num_tiles(Operands<T, Y> const& p) const {
@@ -228,6 +234,11 @@ struct PairSource {
   static constexpr bool one_pair = true;
   RouteCell<T> cell;
 
+  /// As of a `PlanSource`.
+  template <Element Y>
+  std::int32_t most_tiles(Operands<T, Y> const& p) const noexcept {
+    return row_tiles(p.rows);
+  }
   /// As of a `PlanSource`.
   template <Element Y>
   __device__ std::int32_t num_tiles(Operands<T, Y> const& p) const {
