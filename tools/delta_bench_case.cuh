@@ -297,7 +297,7 @@ class Case {
     p.scratch = scratch_;
     p.scratch_bytes = scratch_bytes_;
     p.inputs_settled = settled;
-    p.expected_slots = adapters_of(cell_);
+    p.expected_slots = adapters_;
     return p;
   }
 
@@ -353,6 +353,7 @@ class Case {
   }
 
   Cell const& cell_;
+  std::int32_t adapters_ = adapters_of(cell_);
   Machine const& machine_;
   std::vector<std::int32_t> slots_;
   std::map<std::int32_t, int> rows_of_;  ///< rows of each slot that occurs

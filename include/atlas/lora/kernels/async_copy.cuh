@@ -18,12 +18,15 @@ __device__ inline void copy_16_async(void* to_shared, void const* from, bool val
   int const bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-/// Likewise one of the parts of whole lines of memory that lie in a row, each read once.
-__device__ inline void copy_line_part(void* to_shared, void const* from, bool valid) {
-  auto const to = static_cast<std::uint32_t>(__cvta_generic_to_shared(to_shared));
-  int const bytes = valid ? 16 : 0;
+/// Copies `bytes` of 16 bytes, all or none, to the shared address `to` and zeroes the others: one of the
+/// parts of whole lines of memory that lie in a row, each read once.
+__device__ inline void copy_line_part(std::uint32_t to, void const* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
+}
+/// Likewise all of them to `to_shared`, or none where `valid` is false.
+__device__ inline void copy_line_part(void* to_shared, void const* from, bool valid) {
+  copy_line_part(static_cast<std::uint32_t>(__cvta_generic_to_shared(to_shared)), from, valid ? 16 : 0);
 }
 /// Copies `bytes` of 16 bytes, all or none, to the shared address `to` and zeroes the others, where
 /// `condition` holds: one of the parts of whole lines of memory that lie in a row. It is fastest where `to`
@@ -34,12 +37,6 @@ __device__ inline void copy_line_part_if(std::uint32_t to, void const* from, int
       "@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n}" ::"r"(to),
       "l"(from), "r"(bytes), "r"(static_cast<int>(condition))
       : "memory");
-}
-/// Copies `bytes` of 16 bytes, all or none, to the shared address `to` and zeroes the others: as
-/// `copy_line_part_if`, always.
-__device__ inline void copy_line_part(std::uint32_t to, void const* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-               : "memory");
 }
 /// Writes 16 bytes to the shared address `to`.
 __device__ inline void store_shared(std::uint32_t to, uint4 v) {

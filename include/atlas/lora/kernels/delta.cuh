@@ -42,11 +42,17 @@ using BuiltTuning = Constant<DeltaTuning, tuned_for(delta_tunings[Index], sizeof
 /// The tuning of kernels whose blocks do not form clusters.
 using LoneTuning = Constant<DeltaTuning, DeltaTuning{256, 1, 2}>;
 
+/// Teams of a tuning's kernel that run at once, where registers allow `blocks` blocks a multiprocessor.
+inline std::int32_t teams_at_once(DeltaTuning const& tuning, std::int32_t blocks, std::size_t shared,
+                                  Machine const& machine) noexcept {
+  bool const two = shared <= shared_budget(machine, 2) && blocks >= 2 && tuning.grid_per_multiprocessor >= 2;
+  return machine.resident_teams(tuning.cluster, two ? 2 : 1);
+}
+
 /// The launch of a kernel whose teams are clusters.
 inline LaunchShape team_shape(DeltaTuning const& tuning, std::int32_t blocks, std::int64_t teams,
                               std::size_t shared, Machine const& machine) noexcept {
-  bool const two = shared <= shared_budget(machine, 2) && blocks >= 2 && tuning.grid_per_multiprocessor >= 2;
-  std::int32_t const resident = machine.resident_teams(tuning.cluster, two ? 2 : 1);
+  std::int32_t const resident = teams_at_once(tuning, blocks, shared, machine);
   auto const clusters = static_cast<std::int32_t>(std::clamp<std::int64_t>(teams, 1, resident));
   return {clusters * tuning.cluster, tuning.threads, tuning.cluster, shared};
 }
@@ -109,11 +115,9 @@ cudaError_t launch_whole(Operands<T, Y> p, Source const& source, std::int32_t ti
   if (shared > machine.shared_bytes_per_block || tuning.cluster > machine.max_cluster)
     return cudaErrorInvalidValue;
   LaunchShape const shape = team_shape(tuning, blocks, teams, shared, machine);
-  // Half of what runs at once.
-  bool const two = blocks >= 2 && shared <= shared_budget(machine, 2);
   // A plan may have been made for more rows than the launch has, and then for more row tiles than that.
   if (tiles >= 1 && tiles >= source.most_tiles(p)) p.shape.most_tiles = tiles;
-  p.shape.team[0].lone_teams = std::max(machine.resident_teams(tuning.cluster, two ? 2 : 1) / 2, 1);
+  p.shape.team[0].lone_teams = std::max(teams_at_once(tuning, blocks, shared, machine) / 2, 1);
   p.shape.team[1].lone_teams = p.shape.team[0].lone_teams << (p.shape.team[0].log2 - p.shape.team[1].log2);
   return launch(delta_kernel_of<Tuning, Splits, T, Y, Source>, shape, machine, stream, p, source);
 }

@@ -22,7 +22,8 @@ inline constexpr int rank_tile_values = 4 * warp_threads;
 /// Values of one rank tile's segment sums.
 inline constexpr int rank_tile_segments = max_segments * rank_tile_values;
 
-/// What a block keeps in shared memory beside the arrays.
+/// What a block keeps in shared memory beside the arrays. The stages behind it begin with a line of memory's
+/// worth, as what is copied to them does.
 template <int Warps, Element T>
 struct alignas(128) DeltaHead {
   Barrier sums_full;   ///< all segment sums of a slab are here
@@ -40,7 +41,6 @@ struct alignas(128) DeltaHead {
 };
 
 /// Elements of one of the two places of xa.
-template <Element T>
 ATLAS_HD constexpr std::int32_t xa_elements(std::int32_t xa_shared_stride) noexcept {
   return tile_rows * xa_shared_stride;
 }
@@ -50,7 +50,7 @@ template <int Warps, Element T>
 constexpr std::size_t delta_shared_bytes(DeltaShape const& shape, std::int32_t xa_shared_stride) noexcept {
   auto const stages = static_cast<std::size_t>(Warps * shape.stages) * stage_bytes<T>;
   auto const sums = static_cast<std::size_t>(shape.slab * max_segments + shape.chunk_sums) * warp_threads;
-  std::size_t const xa = 2 * sizeof(T) * static_cast<std::size_t>(xa_elements<T>(xa_shared_stride));
+  std::size_t const xa = 2 * sizeof(T) * static_cast<std::size_t>(xa_elements(xa_shared_stride));
   return sizeof(DeltaHead<Warps, T>) + stages + sizeof(float4) * sums + xa;
 }
 
@@ -59,9 +59,9 @@ template <int Warps, Element T>
 struct DeltaShared {
   DeltaHead<Warps, T>* head;
   float4* stages;  ///< [Warps][stages], `stage_bytes` each
-  float4*
-      segments;  ///< [slab][max_segments][32]; chunk sums lie by `first_chunk_sum`, [chunk_sums][32] behind
-  T* xa;         ///< [2][tile_rows][xa_shared_stride], taken in turn by row tiles
+  /// [slab][max_segments][32], and [chunk_sums][32] behind; chunk sums lie by `first_chunk_sum`.
+  float4* segments;
+  T* xa;  ///< [2][tile_rows][xa_shared_stride], taken in turn by row tiles
 
   __device__ DeltaShared(float4* base, DeltaShape const& shape)
       : head(reinterpret_cast<DeltaHead<Warps, T>*>(base)),

@@ -54,9 +54,7 @@ __device__ __noinline__ void copy_stage_packs(std::uint32_t to, T const* from, s
 /// All of a pack, which is 16-byte aligned.
 template <Element T>
 __device__ inline void copy_whole_pack(std::uint32_t to, T const* from) {
-#pragma unroll
-  for (int v = 0; v < Pack<T>::words / 4; ++v)
-    copy_line_part(to + v * stage_vector_bytes, reinterpret_cast<uint4 const*>(from) + v, 16);
+  copy_stage_pack(to, from, pack_elements, true);
 }
 
 /// A pack of a stage from the shared address `from` on.

@@ -260,6 +260,7 @@ class DeltaStream {
   template <bool Note>
   __device__ bool issue_shrink(std::uint32_t stage) {
     bool const second = at_ + 1 < chunk_end_;
+    std::int32_t const blocks = second ? 2 : 1;
     auto const* const x = static_cast<T const*>(active_);
     std::int32_t left = all_inside;
     if (whole_) {
@@ -281,10 +282,9 @@ class DeltaStream {
         copy_stage_packs(stage + 2 * pack_bytes, low_ + block_elements, high_ - low_, 2, 2,
                          left - block_elements, wide);
       }
-      if constexpr (!Note) take(stage, x, left, second ? 2 : 1);
+      if constexpr (!Note) take(stage, x, left, blocks);
     }
-    if constexpr (Note) note(stage, x, left, second ? 2 : 1, false);
-    std::int32_t const blocks = second ? 2 : 1;
+    if constexpr (Note) note(stage, x, left, blocks, false);
     at_ += blocks;
     low_ += blocks * block_elements;
     high_ += blocks * block_elements;

@@ -76,21 +76,21 @@ class Multiply {
   }
 
  private:
+  using Stream = DeltaStream<Source, Warps, Splits, T, Y>;
+  static constexpr int warps_log2 = Warps == 8 ? 3 : 4;
+  static_assert(1 << warps_log2 == Warps);
+
   /// Goes on to the place of the next row tile's xa unless that was the last; false then. A block must not
   /// leave before it has the others' word of the slab before the last, which no warp has waited for where the
   /// block has no segments.
   __device__ bool finished(bool last) {
     if (!last) {
-      xa_ = xa_ == 0 ? xa_elements<T>(p_.xa_shared_stride) : 0;
+      xa_ = xa_ == 0 ? xa_elements(p_.xa_shared_stride) : 0;
     } else if (slabs_ > 1) {
       shared_.head->sums_empty.wait(slabs_ & 1u);
     }
     return !last;
   }
-
-  using Stream = DeltaStream<Source, Warps, Splits, T, Y>;
-  static constexpr int warps_log2 = Warps == 8 ? 3 : 4;
-  static_assert(1 << warps_log2 == Warps);
 
   // --- Shrink --------------------------------------------------------------------------------------------
 
